@@ -1,0 +1,17 @@
+"""Paged KV-cache managers that refine the specification."""
+
+from kvproof_reference.block_pool import NULL_BLOCK, BlockPool
+from kvproof_reference.coordinator import BlockIds
+from kvproof_reference.kv_cache_manager import KVCacheManager
+from kvproof_reference.request import Request, hash_block
+from kvproof_reference.worker import Worker
+
+__all__ = [
+    "NULL_BLOCK",
+    "BlockIds",
+    "BlockPool",
+    "KVCacheManager",
+    "Request",
+    "Worker",
+    "hash_block",
+]

@@ -1,0 +1,130 @@
+"""The pool: reference counts, the order of free blocks, and the index of cached prefixes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from copy import copy
+from typing import Self
+
+NULL_BLOCK = 0
+
+Key = tuple[int, bytes]  # group index, digest of the prefix that ends with the block
+
+
+class BlockPool:
+    """Blocks 1 to `num_blocks` - 1; block 0 is the null block, set aside for ever.
+
+    A block is free exactly when nothing refers to it.  A free block that has a key
+    still answers lookups until it is handed out again.
+    """
+
+    __slots__ = ("_free", "_key_length", "enable_caching", "index", "keys", "reference_counts")
+
+    def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
+        self.enable_caching = enable_caching
+        self.reference_counts = [0] * num_blocks  # indexed by block id
+        self.index: dict[Key, dict[int, None]] = {}  # copies of a key, oldest first
+        self.keys: dict[int, tuple[Key, ...]] = {}  # only blocks that have one
+        self._key_length: dict[int, int] = {}  # of the block's first key
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+
+    def get_num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def free_order(self) -> tuple[int, ...]:
+        """Free blocks, the next one to be handed out first.  For observers."""
+        return tuple(self._free)
+
+    def get_new_blocks(self, num_blocks: int) -> list[int]:
+        """Hand out the first free blocks, their keys forgotten."""
+        free = self._free
+        if num_blocks > len(free):
+            raise ValueError(f"{num_blocks} blocks wanted, {len(free)} are free")
+        blocks = [free.popitem(last=False)[0] for _ in range(num_blocks)]
+        self.evict(blocks)
+        for block in blocks:
+            self.reference_counts[block] += 1
+        return blocks
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """One more reference to each block; free ones leave the free order."""
+        counts = self.reference_counts
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            if counts[block] == 0:
+                del self._free[block]
+            counts[block] += 1
+
+    def free_blocks(self, blocks: Iterable[int]) -> None:
+        """One reference less to each block of this batch.
+
+        Blocks nobody refers to any more become free: those without a key in front,
+        since nothing can find them, and those with a key at the end.  The batch
+        keeps its order on both sides.  With caching off no block has a key.
+        """
+        counts, keys = self.reference_counts, self.keys
+        unhashed: list[int] = []
+        hashed: list[int] = []
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            counts[block] -= 1
+            if counts[block] == 0:
+                (hashed if block in keys else unhashed).append(block)
+        free = self._free
+        for block in reversed(unhashed):
+            free[block] = None
+            free.move_to_end(block, last=False)
+        for block in hashed:
+            free[block] = None
+
+    def cached_block(self, group_index: int, digest: bytes) -> int | None:
+        """The oldest copy of this prefix, if there is one."""
+        copies = self.index.get((group_index, digest))
+        return next(iter(copies)) if copies else None
+
+    def cache_block(self, group_index: int, digest: bytes, block: int, length: int) -> None:
+        """Make `block` findable as the end of the prefix of `length` hash blocks.
+
+        A block whose first key is of a shorter prefix loses its old keys.
+        """
+        key = (group_index, digest)
+        if not self.enable_caching or block in self.index.get(key, ()):
+            return
+        if self._key_length.get(block, length) < length:
+            self.evict((block,))
+        self.index.setdefault(key, {})[block] = None
+        self.keys[block] = (*self.keys.get(block, ()), key)
+        self._key_length.setdefault(block, length)
+
+    def evict(self, blocks: Iterable[int]) -> None:
+        """Forget the keys of `blocks`; who holds them, and the free order, stay as they are."""
+        for block in blocks:
+            if block not in self.keys:
+                continue
+            del self._key_length[block]
+            for key in self.keys.pop(block):
+                copies = self.index[key]
+                del copies[block]
+                if not copies:
+                    del self.index[key]
+
+    def reset(self) -> bool:
+        """Forget every key, unless a block is held."""
+        if len(self._free) != len(self.reference_counts) - 1:
+            return False
+        self.index.clear()
+        self.keys.clear()
+        self._key_length.clear()
+        return True
+
+    def clone(self) -> Self:
+        twin = copy(self)
+        twin.reference_counts = self.reference_counts.copy()
+        twin.index = {key: copies.copy() for key, copies in self.index.items()}
+        twin.keys = self.keys.copy()
+        twin._key_length = self._key_length.copy()
+        twin._free = self._free.copy()
+        return twin

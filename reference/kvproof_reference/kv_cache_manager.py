@@ -1,0 +1,201 @@
+"""The manager: what a scheduler asks of the paged KV cache.
+
+Names and choices are those of vLLM 0.32.  A request's tokens form five segments:
+
+    | computed | local hit | external | new | lookahead |
+
+Hits are held, external and new tokens get blocks to be written, lookahead tokens get
+blocks that a rejected draft may leave unused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from typing import ClassVar, Self
+
+from kvproof_reference.block_pool import NULL_BLOCK, BlockPool
+from kvproof_reference.coordinator import (
+    BlockIds,
+    Coordinator,
+    HybridCoordinator,
+    NoCacheCoordinator,
+    SingleGroupCoordinator,
+)
+from kvproof_reference.layout import Layout
+from kvproof_reference.request import Request, hash_block
+from kvproof_reference.single_type_manager import (
+    FullAttentionManager,
+    SingleTypeManager,
+    SlidingWindowManager,
+)
+from kvproof_spec.config import Group, Kind
+
+
+class KVCacheManager:
+    """Block tables of all requests in all groups, over one pool of `num_blocks` blocks.
+
+    Each class attribute is a part that a subclass may exchange.
+    """
+
+    block_pool_class: ClassVar[type[BlockPool]] = BlockPool
+    manager_classes: ClassVar[Mapping[Kind, type[SingleTypeManager]]] = {
+        "full": FullAttentionManager,
+        "sliding": SlidingWindowManager,
+    }
+
+    __slots__ = ("_deferred", "_no_hits", "block_pool", "coordinator", "max_model_len")
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        num_blocks: int,
+        *,
+        max_model_len: int,
+        enable_caching: bool = True,
+        max_in_flight_tokens: int = 8192,
+    ) -> None:
+        layout = Layout(tuple(groups), max_model_len, max_in_flight_tokens)
+        self.block_pool = self.block_pool_class(num_blocks, enable_caching)
+        self.coordinator = self.coordinator_class(len(groups), enable_caching)(
+            layout, self.block_pool, self.manager_classes, self.hash_block
+        )
+        self.max_model_len = max_model_len
+        self._no_hits: BlockIds = ((),) * len(groups)
+        self._deferred: deque[tuple[int, list[int]]] = deque()  # step, blocks in table order
+
+    @staticmethod
+    def coordinator_class(num_groups: int, enable_caching: bool) -> type[Coordinator]:
+        if not enable_caching:
+            return NoCacheCoordinator
+        return SingleGroupCoordinator if num_groups == 1 else HybridCoordinator
+
+    @staticmethod
+    def hash_block(parent: bytes, tokens: Sequence[int]) -> bytes:
+        return hash_block(parent, tokens)
+
+    def get_block_ids(self, request_id: int) -> BlockIds:
+        return self.coordinator.block_ids(request_id)
+
+    def get_computed_blocks(self, request: Request) -> tuple[BlockIds, int]:
+        """The longest cached prefix: its blocks per group and its length in tokens.
+
+        Nothing is held yet: the very next `allocate_slots` must use it.
+        """
+        return self.coordinator.find_longest_hit(request, self.longest_useful_hit(request))
+
+    def longest_useful_hit(self, request: Request) -> int:
+        """At least one token must be computed, or there is nothing to sample from."""
+        return request.num_tokens - 1
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: Sequence[Sequence[int]] | None = None,
+        *,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+    ) -> BlockIds | None:
+        """Blocks for the next tokens: the new ones per group, or None if they do not fit.
+
+        Refused, it has changed nothing, except that blocks which left the window were
+        given back.  `reserved_blocks` must stay free; `full_sequence_must_fit` asks in
+        addition that all known tokens would fit.
+        """
+        if num_new_tokens + num_new_computed_tokens + num_external_computed_tokens == 0:
+            raise ValueError(f"request {request.request_id}: no tokens to allocate for")
+        request_id = request.request_id
+        hits = self._no_hits if new_computed_blocks is None else new_computed_blocks
+        local = request.num_computed_tokens + num_new_computed_tokens
+        uncapped = local + num_external_computed_tokens
+        computed = min(uncapped, self.max_model_len)
+        end = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+
+        if full_sequence_must_fit and not self.whole_sequence_fits(request, hits, computed):
+            return None
+        self.remove_skipped_blocks(request_id, self.processed_tokens(request, computed))
+        needed = self.coordinator.blocks_needed(request_id, end, hits, uncapped)
+        if needed + reserved_blocks > self.block_pool.get_num_free_blocks():
+            return None
+
+        if num_external_computed_tokens > 0 or any(hits):
+            self.coordinator.allocate_computed(
+                request_id, hits, uncapped, num_external_computed_tokens
+            )
+        new_blocks = self.coordinator.allocate_new(request_id, end)
+        if not delay_cache_blocks:
+            self.cache_blocks(request, self.certain_tokens(request, computed + num_new_tokens))
+        return new_blocks
+
+    def whole_sequence_fits(
+        self, request: Request, hits: Sequence[Sequence[int]], num_computed_tokens: int
+    ) -> bool:
+        num_tokens = min(request.num_tokens, self.max_model_len)
+        needed = self.coordinator.blocks_needed_for_whole(
+            request.request_id, num_tokens, hits, num_computed_tokens
+        )
+        return needed <= self.block_pool.get_num_free_blocks()
+
+    def processed_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens whose steps are done; a step in flight still reads the window before it."""
+        return max(0, num_computed_tokens - request.num_in_flight_tokens)
+
+    def certain_tokens(self, request: Request, num_tokens: int) -> int:
+        """Drafts may be rejected: only known tokens are published."""
+        return min(num_tokens, request.num_tokens)
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Publish the full blocks under the first `num_computed_tokens` tokens."""
+        self.coordinator.cache_blocks(request, num_computed_tokens)
+
+    def remove_skipped_blocks(self, request_id: int, processed_tokens: int) -> None:
+        """Give back blocks that left the window, `processed_tokens` tokens being done."""
+        self.coordinator.remove_skipped_blocks(request_id, processed_tokens)
+
+    def free(self, request: Request, in_use_until: int | None = None) -> None:
+        """Release the request, be it finished or preempted.
+
+        With `in_use_until` its blocks stay referenced until that step has completed.
+        """
+        if in_use_until is None:
+            self.coordinator.free(request.request_id)
+        elif blocks := self.coordinator.pop_blocks(request.request_id):
+            self._deferred.append((in_use_until, blocks))
+
+    def step_completed(self, step_id: int) -> None:
+        """Free what was in use until this step or an earlier one.
+
+        A later entry waits for the ones before it, as in vLLM's queue; one release is
+        one batch, so the last group's blocks go before the first group's.
+        """
+        while self._deferred and self._deferred[0][0] <= step_id:
+            _, blocks = self._deferred.popleft()
+            self.block_pool.free_blocks(reversed(blocks))
+
+    def deferred_blocks(self) -> tuple[int, ...]:
+        """Blocks whose return is deferred, once for each reference."""
+        return tuple(
+            block for _, blocks in self._deferred for block in blocks if block != NULL_BLOCK
+        )
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Make blocks unfindable; whoever holds them keeps them."""
+        self.block_pool.evict(block_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False, and nothing done, while a block is held."""
+        return self.block_pool.reset()
+
+    def clone(self) -> Self:
+        """An independent copy; requests are not part of it."""
+        twin = copy(self)
+        twin.coordinator = self.coordinator.clone()
+        twin.block_pool = twin.coordinator.pool
+        twin._deferred = self._deferred.copy()
+        return twin

@@ -1,0 +1,102 @@
+"""What an implementation answers: what the oracle cannot know, as far as it is shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvproof_spec.pages import Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The action was performed; nothing more is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A reusable prefix of `tokens` tokens in these blocks, nulls left of the window."""
+
+    tokens: int
+    tables: Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The request's tables after, and, where shown, the ids sent to the worker."""
+
+    tables: Tables
+    new: Tables | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """No room; the request's tables after."""
+
+    tables: Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception in the place of an answer; `error` is its type and text."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class SentRow:
+    """The worker's row of one request as of a step, within its valid length."""
+
+    request: int
+    tables: Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """The worker's rows of this step, where the target has a worker."""
+
+    rows: tuple[SentRow, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Where shown, what the target still keeps, and how far it counts its requests.
+
+    `deferred`: blocks that requests which have left keep for steps in flight, one entry a
+    reference.  `computed`: (request, computed tokens) of a target that schedules itself.
+    """
+
+    deferred: tuple[int, ...] | None = None
+    computed: tuple[tuple[int, int], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trimmed:
+    """The request's tables after."""
+
+    tables: Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """Whether it was done; a refusal changes nothing."""
+
+    done: bool
+
+
+Answer = Done | Hit | Granted | Refused | Raised | Issued | Returned | Trimmed | Forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a target shows of itself between two actions; `None` is what it does not show.
+
+    `keys` is the index in its own order, without the keys' names: (group, the copies in
+    the order in which lookups return them).
+    """
+
+    free_order: tuple[int, ...]  # block ids, next to be handed out first
+    free_order_reversed: tuple[int, ...] | None = None  # walked from the other end, reversed
+    free_blocks: int | None = None  # the target's own count
+    reference_counts: tuple[int, ...] | None = None  # indexed by block id
+    tables: tuple[tuple[int, Tables], ...] | None = None  # (request, tables), by request
+    keys: tuple[tuple[int, tuple[int, ...]], ...] | None = None

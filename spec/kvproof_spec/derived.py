@@ -1,0 +1,91 @@
+"""What follows from a state and is therefore never stored: holders, users, progress."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvproof_spec.pages import NULL_BLOCK, Cell, Tables, cells, needed_cells
+from kvproof_spec.state import Request, Row, State
+
+
+def references(state: State) -> Counter[int]:
+    """How often each normal block is held: table entries and deferred returns."""
+    held: Counter[int] = Counter(state.deferred)
+    for request in state.requests:
+        for table in request.tables:
+            held.update(table)
+    held.pop(NULL_BLOCK, None)
+    return held
+
+
+def used_by_operations(state: State) -> set[int]:
+    """Blocks that an unordered operation touches: not to be handed out until it is done.
+
+    Under ordering `strict` steps are unordered too, at the positions they need.
+    """
+    used = set(needed_in_flight(state)) if state.config.ordering == "strict" else set()
+    for request in state.requests:
+        if request.status == "loading" and request.load is not None:
+            first, end = request.load
+            used.update(blocks_between(state, request.tables, first, end))
+    return used
+
+
+def needed_in_flight(state: State) -> set[int]:
+    """Blocks that a step in flight reads or writes, at positions that it needs."""
+    needed: set[int] = set()
+    for step in state.steps:
+        for row in step.rows:
+            read = needed_cells(state.config.groups, row.tables, row.start, row.end)
+            needed.update(cell[0] for cell in read)
+            needed |= blocks_between(state, row.tables, row.first_write, row.end)
+    return needed
+
+
+def blocks_between(state: State, tables: Tables, first: int, end: int) -> set[int]:
+    """Blocks of positions `first` to `end - 1` in any group."""
+    blocks: set[int] = set()
+    for group, table in zip(state.config.groups, tables, strict=True):
+        blocks.update(table[first // group.block_size : group.blocks_for(end)])
+    return blocks - {NULL_BLOCK}
+
+
+def tokens_in_flight(state: State, request: Request) -> int:
+    """Tokens of the request's present admission whose steps have not returned."""
+    return sum(row.tokens for row in rows_in_flight(state, request))
+
+
+def rows_in_flight(state: State, request: Request) -> list[Row]:
+    """Rows of the request's present admission, in order of issue."""
+    return [
+        row
+        for step in state.steps
+        for row in step.rows
+        if row.request == request.id and row.admission == request.admission
+    ]
+
+
+def has_stale_rows(state: State, request: Request) -> bool:
+    """Does a step of an earlier admission still owe the request a sampled token?"""
+    return any(
+        row.request == request.id and row.admission != request.admission and row.samples
+        for step in state.steps
+        for row in step.rows
+    )
+
+
+def processed_tokens(state: State, request: Request) -> int:
+    """Tokens whose step has finished."""
+    return request.computed - tokens_in_flight(state, request)
+
+
+def outstanding_tokens(state: State, request: Request) -> int:
+    """Tokens being sampled by steps in flight of the present admission."""
+    return sum(row.samples for row in rows_in_flight(state, request))
+
+
+def unissued_cells(state: State, request: Request) -> list[Cell]:
+    """Cells of the positions that were granted to the request and not issued."""
+    first = request.load[0] if request.load else request.computed
+    end = request.computed + request.scheduled if request.scheduled else 0
+    return list(cells(state.config.groups, request.tables, first, end))

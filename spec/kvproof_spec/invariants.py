@@ -1,0 +1,310 @@
+"""What is promised: the six invariants, and the rules of the contract.
+
+Each is one function over (expected, observed) that yields a sentence with the witness
+for each violation, and nothing for a good answer.  `RULES` lists them in reading order
+with the evidence they need; where it is missing they are not evaluated, never held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvproof_spec.actions import (
+    ACTIONS,
+    Allocate,
+    CompleteStep,
+    Issue,
+    Lookup,
+    Segments,
+    Trim,
+)
+from kvproof_spec.answers import Granted, Hit, Issued, Raised, Refused, Returned
+from kvproof_spec.derived import (
+    has_stale_rows,
+    needed_in_flight,
+    processed_tokens,
+    used_by_operations,
+)
+from kvproof_spec.judgement import Expected, Observed, Rule, rule
+from kvproof_spec.pages import NULL_BLOCK, Tables, needed_cells, read_page
+
+
+@rule(Allocate, snapshot=ACTIONS)
+def free_xor_held(expected: Expected, observed: Observed) -> Iterator[str]:
+    """I1: what is held or used is not free: neither handed out nor listed as free.
+
+    Counts equal references, and the free list holds each free block once.  (What a
+    refusal leaves is R1's.)
+    """
+    if isinstance(observed.answer, Granted):
+        seen: set[int] = set()
+        for group, index, block in expected.handed_out:
+            if expected.held_before[block] or block in seen:
+                yield f"block {block}, handed out for entry {index} of group {group}, was not free"
+            seen.add(block)
+    if observed.snapshot is not None and not isinstance(observed.answer, Refused):
+        yield from _free_is_listed_once(expected, observed)
+        yield from _counts_equal_references(expected, observed)
+
+
+def _free_is_listed_once(expected: Expected, observed: Observed) -> Iterator[str]:
+    snapshot, held = observed.snapshot, expected.held_after
+    assert snapshot is not None
+    free, listed = snapshot.free_order, set(snapshot.free_order)
+    if len(listed) != len(free) or snapshot.free_blocks not in (None, len(free)):
+        yield f"the free list {free} is counted as {snapshot.free_blocks} blocks"
+    if snapshot.free_order_reversed not in (None, free):
+        yield f"walked backwards the free list is {snapshot.free_order_reversed}, not {free}"
+    if NULL_BLOCK in listed or not listed.isdisjoint(held):
+        yield f"listed as free, but held or null: blocks {sorted(listed & {NULL_BLOCK, *held})}"
+    if len(listed) + len(held) < expected.config.num_blocks - 1:
+        lost = set(range(1, expected.config.num_blocks)) - listed - held.keys()
+        yield f"neither free nor held: blocks {sorted(lost)}"
+
+
+def _counts_equal_references(expected: Expected, observed: Observed) -> Iterator[str]:
+    if observed.snapshot is None or observed.snapshot.reference_counts is None:
+        return
+    counts, references = observed.snapshot.reference_counts, [0] * expected.config.num_blocks
+    for block, times in expected.held_after.items():
+        references[block] = times
+    if counts[1:] != tuple(references[1:]):
+        for block in range(1, len(references)):
+            if counts[block] != references[block]:
+                yield f"block {block} is counted {counts[block]}, held {references[block]} times"
+
+
+@rule(Lookup, CompleteStep)
+def content_is_what_was_asked_for(expected: Expected, observed: Observed) -> Iterator[str]:
+    """I2: a hit equals the promise, and an executed read memory, at every needed position."""
+    if isinstance(expected.action, Lookup):
+        for cell in expected.broken_promises:
+            if cell not in expected.optimistic_cells:
+                yield expected.broken(cell)
+        return
+    for row in expected.before.steps[0].rows:
+        wanted = row.computes()
+        for block, group, offset, position in needed_cells(
+            expected.groups, row.tables, row.start, row.end
+        ):
+            found = read_page(expected.after.memory, block, group, offset)
+            if found is not wanted[position]:
+                where = f"block {block}, group {group}, position {position}"
+                yield f"request {row.request} read {found} for {wanted[position]} in {where}"
+
+
+@rule(Lookup, Issue)
+def computed_means_recoverable(expected: Expected, observed: Observed) -> Iterator[str]:
+    """I3: each group has a block at every position that a hit or a step needs."""
+    hit = expected.after.hit
+    if isinstance(expected.action, Lookup) and hit is not None:
+        yield from _holes(expected, hit.tables, hit.tokens, hit.tokens, f"a hit of {hit.tokens}")
+    elif isinstance(expected.action, Issue):
+        for row in expected.after.steps[-1].rows:
+            name = f"request {row.request}'s step over {row.start} to {row.end}"
+            yield from _holes(expected, expected.tables(row), row.start, row.end, name)
+
+
+def _holes(expected: Expected, tables: Tables, start: int, end: int, name: str) -> Iterator[str]:
+    for group_id, group in enumerate(expected.groups):
+        table = tables[group_id]
+        for index in range(group.first_needed_block(start), group.blocks_for(end)):
+            if index >= len(table) or table[index] == NULL_BLOCK:
+                yield f"{name} tokens has no block at entry {index} of group {group_id}: {table}"
+
+
+@rule(Allocate, snapshot=ACTIONS)
+def nothing_in_use_is_handed_out(expected: Expected, observed: Observed) -> Iterator[str]:
+    """I4: an unordered operation keeps its blocks, and gets none that a step still needs."""
+    if isinstance(observed.answer, Granted):
+        needed = needed_in_flight(expected.before) if expected.action.unordered else set()
+        for group, index, block in expected.handed_out:
+            if block in expected.used_before | needed:
+                by = "a load" if block in expected.used_before else "a step in flight"
+                yield f"block {block}, handed out for entry {index} of group {group}: {by} needs it"
+    if observed.snapshot is not None:
+        early = used_by_operations(expected.after).intersection(observed.snapshot.free_order)
+        if early:
+            yield f"blocks {sorted(early)} are listed as free while an operation uses them"
+        if expected.after.deferred and not expected.after.steps:
+            yield f"blocks {expected.after.deferred} are kept for steps, and none is in flight"
+
+
+@rule(rows=(Issue,), snapshot=ACTIONS)
+def the_worker_sees_the_table(expected: Expected, observed: Observed) -> Iterator[str]:
+    """I5: at every position that a step needs, the worker's row names the table's block."""
+    if isinstance(observed.answer, Issued):
+        rows, sent = expected.after.steps[-1].rows, observed.answer.rows or ()
+        if {row.request for row in sent} != {row.request for row in rows}:
+            yield f"the worker has rows {sent}, scheduled are {rows}"
+        for row in rows:
+            meant = set(needed_cells(expected.groups, expected.tables(row), row.start, row.end))
+            seen = set(needed_cells(expected.groups, row.tables, row.start, row.end))
+            for block, group, _, position in sorted(meant - seen):
+                where = f"request {row.request}, group {group}, position {position}"
+                yield f"{where} is in block {block}; the worker has {row.tables[group]}"
+    for request_id, tables in observed.tables:
+        request = expected.after.get(request_id)
+        if request is None or request.tables != tables:
+            yield f"request {request_id} has {tables}, told was {request and request.tables}"
+
+
+@rule(Lookup)
+def optimistic_is_not_reusable(expected: Expected, observed: Observed) -> Iterator[str]:
+    """I6: drafts, and external tokens before arrival, are not granted as finished content."""
+    for cell in expected.broken_promises:
+        if cell in expected.optimistic_cells:
+            yield f"{expected.broken(cell)}: a draft, or its load has not returned"
+
+
+@rule(Allocate, snapshot=(Allocate,))
+def all_or_nothing(expected: Expected, observed: Observed) -> Iterator[str]:
+    """R1: a refusal changes nothing but the window's return (R7), and is no exception."""
+    if isinstance(observed.answer, Raised) and not _shortage(expected):
+        yield f"instead of an answer came {observed.answer.error}"
+    if isinstance(observed.answer, Refused):
+        before, after = expected.request.tables, expected.request_after.tables
+        for group, (old, new) in enumerate(zip(before, after, strict=True)):
+            if len(old) != len(new) or any(n not in (0, o) for o, n in zip(old, new, strict=True)):
+                yield f"a refusal changed group {group} from {old} to {new}"
+        if observed.snapshot is not None:
+            free = expected.config.num_blocks - 1 - len(expected.held_after)
+            if len(observed.snapshot.free_order) != free:
+                yield f"a refusal left {observed.snapshot.free_order} free, not {free} blocks"
+            yield from _counts_equal_references(expected, observed)
+
+
+@rule(Allocate)
+def granted_means_it_fitted(expected: Expected, observed: Observed) -> Iterator[str]:
+    """R2: new blocks + reclaimable hits + headroom <= free, and what is needed is taken."""
+    shortage = _shortage(expected)
+    if shortage and not isinstance(observed.answer, Refused):
+        yield f"{shortage}; the answer was {type(observed.answer).__name__}"
+    if isinstance(observed.answer, Granted):
+        ends = expected.action.segments(expected.before)
+        for group in range(len(expected.groups)):
+            taken = sum(place[0] == group for place in expected.handed_out)
+            wanted, _ = blocks_wanted(expected, group, ends)
+            if taken != wanted:
+                yield f"group {group} needs {wanted} new blocks and took {taken}"
+
+
+def _shortage(expected: Expected) -> str:
+    """What does not fit, or nothing."""
+    action, groups = expected.action, range(len(expected.groups))
+    free = expected.config.num_blocks - 1 - len(expected.held_before.keys() | expected.used_before)
+    ends = action.segments(expected.before)
+    wanted = [blocks_wanted(expected, group, ends) for group in groups]
+    if sum(map(sum, wanted)) + action.headroom > free:
+        return f"{free} free blocks, {wanted} (new, reclaimed) needed and {action.headroom} kept"
+    if action.whole_sequence:
+        wanted = [blocks_wanted(expected, group, ends, expected.request.known) for group in groups]
+        if sum(map(sum, wanted)) > free:
+            return f"{free} free blocks, {wanted} (new, reclaimed) needed for the whole sequence"
+    return ""
+
+
+def blocks_wanted(
+    expected: Expected, group_id: int, ends: Segments, whole: int | None = None
+) -> tuple[int, int]:
+    """(new blocks, reclaimable hits that will be held) of one group.
+
+    For a `whole` sequence (tokens) a window group wants at most its window and the
+    tokens in flight.
+    """
+    group, table = expected.groups[group_id], expected.tables_before[group_id]
+    entries = group.blocks_for(ends.reserved if whole is None else whole)
+    if whole is not None:
+        entries = min(
+            entries,
+            group.most_blocks(expected.config.max_in_flight_tokens, expected.config.max_model_len),
+        )
+    if expected.request.status == "running":
+        return max(entries - len(table), 0), 0
+    first = group.first_needed_block(ends.total)
+    reclaimed = sum(block != 0 and not expected.held_before[block] for block in table[first:])
+    return max(entries - max(first, len(table)), 0), reclaimed
+
+
+@rule(Allocate)
+def one_block_one_place(expected: Expected, observed: Observed) -> Iterator[str]:
+    """R3: a block stands at one (group, entry), and is no hit kept and handed out at once."""
+    own: dict[int, tuple[int, int]] = {}
+    mine = expected.request_after
+    for request in (mine, *expected.after.requests):
+        for group, table in enumerate(request.tables):
+            for entry, block in enumerate(table):
+                place = own.setdefault(block, (group, entry)) if request is mine else own.get(block)
+                if block != NULL_BLOCK and place not in (None, (group, entry)):
+                    where = f"and, for request {request.id}, {(group, entry)}"
+                    yield f"block {block} stands at (group, entry) {place} {where}"
+
+
+@rule(Lookup, Allocate)
+def something_to_compute(expected: Expected, observed: Observed) -> Iterator[str]:
+    """R4: a hit leaves a token to compute and ends on a boundary; tables have their length."""
+    if isinstance(observed.answer, Hit):
+        tokens, known = observed.answer.tokens, expected.request.known
+        if tokens >= known:
+            yield f"a hit of {tokens} of {known} tokens leaves nothing to compute"
+        if tokens % expected.config.boundary or (tokens and not expected.config.caching):
+            yield f"a hit of {tokens} tokens ends on no allowed boundary"
+        yield from _wrong_lengths(expected, observed.answer.tables, tokens)
+    elif isinstance(observed.answer, Granted):
+        reserved = expected.action.segments(expected.before).reserved
+        yield from _wrong_lengths(expected, observed.answer.tables, reserved)
+
+
+def _wrong_lengths(expected: Expected, tables: Tables, tokens: int) -> Iterator[str]:
+    for group_id, (group, table) in enumerate(zip(expected.groups, tables, strict=True)):
+        entries = max(group.blocks_for(tokens), len(expected.tables_before[group_id]))
+        if len(table) != entries:
+            yield f"group {group_id} has {len(table)} entries for {tokens} tokens: {table}"
+
+
+@rule(Lookup)
+def identity(expected: Expected, observed: Observed) -> Iterator[str]:
+    """R5: prefixes that differ never serve each other: I2, said of the key."""
+    for cell in expected.broken_promises:
+        promised = read_page(expected.before.promise, *cell[:3])
+        if promised is not None and promised.length == cell[3] + 1:
+            yield f"{expected.broken(cell)}: another prefix of the same length"
+
+
+@rule(Allocate, Trim)
+def window_return(expected: Expected, observed: Observed) -> Iterator[str]:
+    """R7: only what left the window on processed progress is returned; the rest stays."""
+    old_tables, processed = expected.request.tables, 0
+    if isinstance(expected.action, Trim):
+        processed = processed_tokens(expected.before, expected.request)
+    elif isinstance(expected.action, Allocate):
+        processed = expected.action.segments(expected.before).processed
+        if isinstance(observed.answer, Granted):
+            old_tables = expected.tables_before
+    for group_id, group in enumerate(expected.groups):
+        old, new = old_tables[group_id], expected.request_after.tables[group_id]
+        first = group.first_needed_block(processed)
+        for entry, (was, now) in enumerate(zip(old, new, strict=False)):
+            if was != now and (entry >= first or now != NULL_BLOCK):
+                where = f"group {group_id}, entry {entry}: {was} became {now}"
+                yield f"{where}; needed from {first} on, {processed} tokens are processed"
+        if len(new) < len(old):
+            yield f"group {group_id} shrank from {old} to {new}"
+
+
+@rule(schedule=(Lookup, CompleteStep))
+def stale_output(expected: Expected, observed: Observed) -> Iterator[str]:
+    """R9: output of an earlier admission never advances `computed`; resuming waits for it."""
+    if isinstance(expected.action, Lookup) and has_stale_rows(expected.before, expected.request):
+        yield f"request {expected.request.id} resumed before its stale output was back"
+    if isinstance(observed.answer, Returned):
+        counted = dict(observed.answer.computed or ())
+        for row in expected.before.steps[0].rows:
+            request = expected.after.get(row.request)
+            if request is not None and request.admission != row.admission:
+                if counted.get(request.id, request.computed) != request.computed:
+                    count = counted[request.id]
+                    yield f"request {request.id} counts {count} computed tokens after stale output"
+
+
+RULES = tuple(value for value in tuple(globals().values()) if isinstance(value, Rule))

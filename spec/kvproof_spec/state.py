@@ -1,0 +1,136 @@
+"""The state of the core: pages, what they hold, who holds them, what is in flight.
+
+There is no hash, no index and no order of free blocks here.  Whether a hit is legal is
+not looked up, it is read off the pages; references, the free set, users and usage are
+derived from what is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvproof_spec.config import Config
+from kvproof_spec.pages import Pages, Tables
+from kvproof_spec.prefix import Prefix, Symbol, extend_content
+
+Status = Literal["waiting", "loading", "running", "preempted"]
+
+
+class ActionDisabled(Exception):
+    """The guard of an action is false in this state: the driver's mistake, nobody's bug."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request that the manager knows.
+
+    `content[p]` is the prefix at position p, for every known token.  `computed` counts
+    the tokens of issued steps, finished or not; `scheduled` those granted and not yet
+    issued, of which the last `drafts` may be rejected.  `load` is the range of external
+    tokens still under way: by an unordered load while `loading`, else by the next step.
+    `admission` counts preemptions, so that rows of an earlier life are told apart.
+    """
+
+    id: int
+    content: tuple[Prefix, ...]
+    prompt_tokens: int
+    status: Status = "waiting"
+    computed: int = 0
+    scheduled: int = 0
+    drafts: tuple[Symbol, ...] = ()
+    load: tuple[int, int] | None = None
+    tables: Tables = ()
+    admission: int = 0
+
+    @property
+    def known(self) -> int:
+        """Tokens whose symbols are known."""
+        return len(self.content)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request's part of a step in flight; it outlives its request.
+
+    The step writes positions `first_write` to `start + tokens - 1` through `tables`, the
+    worker's row as of this step.  `content` grows while earlier steps return.
+    """
+
+    request: int
+    admission: int
+    start: int
+    tokens: int
+    first_write: int
+    samples: bool
+    drafts: tuple[Symbol, ...]
+    tables: Tables
+    content: tuple[Prefix, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.tokens
+
+    def computes(self) -> tuple[Prefix, ...]:
+        """What the row has at each position up to its end, drafts included."""
+        return extend_content(self.content[: self.end - len(self.drafts)], self.drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One issued batch."""
+
+    id: int
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingHit:
+    """The answer to the last Lookup; only the very next action may use it."""
+
+    request: int
+    tokens: int
+    tables: Tables
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything the oracle remembers between two actions.
+
+    `memory` is what executed operations have written, `promise` what a lookup may rely
+    on.  A block is one page whatever the group, so neither has the group in its address.
+    `deferred` are the references that the target says it still keeps for steps in
+    flight after their requests have left.
+    """
+
+    config: Config
+    root: Prefix
+    memory: Pages
+    promise: Pages
+    requests: tuple[Request, ...] = ()
+    steps: tuple[Step, ...] = ()  # in order of issue
+    deferred: tuple[int, ...] = ()  # block ids, one entry a reference
+    hit: PendingHit | None = None
+    submitted: int = 0
+    issued: int = 0
+
+    def get(self, request_id: int) -> Request | None:
+        return next((other for other in self.requests if other.id == request_id), None)
+
+    def find(self, request_id: int) -> Request:
+        request = self.get(request_id)
+        if request is None:
+            raise ActionDisabled(f"no request {request_id}")
+        return request
+
+    def having(self, request: Request) -> tuple[Request, ...]:
+        """The requests, with `request` in the place of its former self."""
+        return tuple(request if other.id == request.id else other for other in self.requests)
+
+    def without(self, request_id: int) -> tuple[Request, ...]:
+        return tuple(other for other in self.requests if other.id != request_id)
+
+
+def initial_state(config: Config) -> State:
+    empty: Pages = (None,) * config.num_blocks
+    return State(config=config, root=Prefix.root(), memory=empty, promise=empty)

@@ -1,0 +1,1 @@
+"""Campaigns, targets, reports and the command line: the specification put to use."""
