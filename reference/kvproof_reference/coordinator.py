@@ -92,7 +92,7 @@ class Coordinator(ABC):
             manager.adopt_hits(request_id, hits_of, num_computed_tokens)
         if num_external_tokens > 0:
             for manager in self.managers:
-                manager.allocate_external(request_id, num_computed_tokens)
+                manager.allocate_new(request_id, num_computed_tokens)
 
     def allocate_new(self, request_id: int, num_tokens: int) -> BlockIds:
         return tuple(

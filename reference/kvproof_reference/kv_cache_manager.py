@@ -36,7 +36,8 @@ from kvproof_spec.config import Group, Kind
 class KVCacheManager:
     """Block tables of all requests in all groups, over one pool of `num_blocks` blocks.
 
-    Each class attribute is a part that a subclass may exchange.
+    `num_blocks` counts the null block.  The class attributes and static methods name
+    the parts, which a subclass may exchange.
     """
 
     block_pool_class: ClassVar[type[BlockPool]] = BlockPool

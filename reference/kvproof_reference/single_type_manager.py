@@ -16,13 +16,15 @@ class SingleTypeManager(ABC):
     """Block tables of one group; a position left of the window is null.
 
     `block_hashes` arguments are the request's digests, `hashes_per_block` of them to
-    one block of this group.
+    one block of this group.  A hit ends where groups can meet, every
+    `blocks_per_boundary` blocks of this group.
     """
 
     downward_closed: ClassVar[bool]  # whatever is shorter than a hit is a hit
 
     __slots__ = (
         "block_size",
+        "blocks_per_boundary",
         "group",
         "group_index",
         "hashes_per_block",
@@ -38,6 +40,7 @@ class SingleTypeManager(ABC):
         self.group = layout.groups[group_index]
         self.block_size = self.group.block_size
         self.hashes_per_block = self.block_size // layout.hash_block_size
+        self.blocks_per_boundary = layout.common_block_size // self.block_size
         self.pool = pool
         self.tables: dict[int, list[int]] = {}  # by request id
         # Leading table entries that publication is done with, hits included.  A
@@ -79,11 +82,6 @@ class SingleTypeManager(ABC):
         self.tables[request_id] = [NULL_BLOCK] * skipped + list(kept)
         self.num_published[request_id] = skipped + len(kept)
 
-    def allocate_external(self, request_id: int, num_computed_tokens: int) -> None:
-        """Blocks for tokens that are loaded from outside, unless no step will read them."""
-        if self.group.first_needed(num_computed_tokens) < num_computed_tokens:
-            self.allocate_new(request_id, num_computed_tokens)
-
     def allocate_new(self, request_id: int, num_tokens: int) -> Sequence[int]:
         """Extend the table to `num_tokens` tokens; the new blocks."""
         table = self.tables.setdefault(request_id, [])
@@ -121,10 +119,6 @@ class SingleTypeManager(ABC):
     @abstractmethod
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
         """Table of the longest hit of at most `max_tokens` tokens; it ends with its last block."""
-
-    def cached_block(self, block_hashes: Sequence[bytes], index: int) -> int | None:
-        digest = block_hashes[(index + 1) * self.hashes_per_block - 1]
-        return self.pool.cached_block(self.group_index, digest)
 
     # Release
 
@@ -174,13 +168,13 @@ class FullAttentionManager(SingleTypeManager):
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
         hits: list[int] = []
-        for index in range(max_tokens // self.block_size):
-            block = self.cached_block(block_hashes, index)
+        step = self.hashes_per_block
+        for digest in block_hashes[step - 1 : max_tokens // self.block_size * step : step]:
+            block = self.pool.cached_block(self.group_index, digest)
             if block is None:
                 break
             hits.append(block)
-        blocks_per_boundary = self.layout.common_block_size // self.block_size
-        return hits[: len(hits) - len(hits) % blocks_per_boundary]
+        return hits[: len(hits) - len(hits) % self.blocks_per_boundary]
 
     def cache_blocks(
         self, request: Request, block_hashes: Sequence[bytes], num_tokens: int
@@ -204,6 +198,9 @@ class FullAttentionManager(SingleTypeManager):
         if inside and num_hashes * hash_block_size <= num_tokens and index < len(table):
             self.publish(table[index], block_hashes, num_hashes)
 
+    def remove_skipped_blocks(self, request_id: int, processed_tokens: int) -> None:
+        return
+
 
 class SlidingWindowManager(SingleTypeManager):
     """A step reads the last `window` positions, so the left of the table becomes null."""
@@ -223,23 +220,23 @@ class SlidingWindowManager(SingleTypeManager):
         return self.group.blocks_for(min(tokens, self.layout.max_model_len)) + 1
 
     def can_serve_hit(self, index: int) -> bool:
-        blocks_per_boundary = self.layout.common_block_size // self.block_size
-        return index % blocks_per_boundary >= blocks_per_boundary - self.blocks_for_hit
+        left_of_boundary = self.blocks_per_boundary - index % self.blocks_per_boundary
+        return left_of_boundary <= self.blocks_for_hit
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
         """From the right, the first run of blocks that fills a window left of a common boundary.
 
         A run that reaches the start of the sequence may be shorter.
         """
-        blocks_per_boundary = self.layout.common_block_size // self.block_size
         wanted = self.blocks_for_hit
         hits = [NULL_BLOCK] * (max_tokens // self.block_size)
         run = 0
         for index in range(len(hits) - 1, -1, -1):
-            block = self.cached_block(block_hashes, index)
+            digest = block_hashes[(index + 1) * self.hashes_per_block - 1]
+            block = self.pool.cached_block(self.group_index, digest)
             if block is None:
                 run = 0
-            elif run or (index + 1) % blocks_per_boundary == 0:
+            elif run or (index + 1) % self.blocks_per_boundary == 0:
                 hits[index] = block
                 run += 1
                 if run >= wanted:

@@ -90,7 +90,7 @@ Answer = Done | Hit | Granted | Refused | Raised | Issued | Returned | Trimmed |
 class Snapshot:
     """What a target shows of itself between two actions; `None` is what it does not show.
 
-    `keys` is the index in its own order, without the keys' names: (group, the copies in
+    `keys` is the index, sorted, without the names of the keys: (group, the copies in
     the order in which lookups return them).
     """
 

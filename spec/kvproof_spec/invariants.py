@@ -133,8 +133,8 @@ def nothing_in_use_is_handed_out(expected: Expected, observed: Observed) -> Iter
 @rule(rows=(Issue,), snapshot=ACTIONS)
 def the_worker_sees_the_table(expected: Expected, observed: Observed) -> Iterator[str]:
     """I5: at every position that a step needs, the worker's row names the table's block."""
-    if isinstance(observed.answer, Issued):
-        rows, sent = expected.after.steps[-1].rows, observed.answer.rows or ()
+    if isinstance(observed.answer, Issued) and observed.answer.rows is not None:
+        rows, sent = expected.after.steps[-1].rows, observed.answer.rows
         if {row.request for row in sent} != {row.request for row in rows}:
             yield f"the worker has rows {sent}, scheduled are {rows}"
         for row in rows:

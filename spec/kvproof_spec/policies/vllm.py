@@ -130,7 +130,8 @@ class VllmPolicy:
         return None
 
     def snapshot(self) -> Snapshot:
-        keys = tuple((key[0], tuple(copies)) for key, copies in self.pool.copies.items())
+        copies = self.pool.copies.items()
+        keys = tuple(sorted((key[0], tuple(blocks)) for key, blocks in copies))
         return Snapshot(free_order=tuple(self.pool.free_order), keys=keys)
 
     def _tables_of(self, request: int) -> Tables:

@@ -339,6 +339,9 @@ class VllmEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        for group in config.groups:
+            if group.kind == "sliding" and group.window < 1:
+                raise EngineSetupError(f"{group} has no window")
         try:
             _start_process_group()
             settings = _vllm_config(config)
@@ -476,9 +479,12 @@ class VllmEngine:
         }
 
     def deferred(self) -> tuple[BlockId, ...]:
-        """Blocks whose return to the pool is deferred, oldest release first."""
+        """Blocks whose return to the pool is deferred, oldest release first; nulls left out."""
         return tuple(
-            block.block_id for _, blocks in self._scheduler.deferred_frees for block in blocks
+            block.block_id
+            for _, blocks in self._scheduler.deferred_frees
+            for block in blocks
+            if not block.is_null
         )
 
     def free_order(self) -> list[BlockId]:

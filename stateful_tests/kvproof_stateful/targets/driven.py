@@ -1,0 +1,220 @@
+"""A manager without a scheduler, driven action by action.
+
+What a scheduler would count is counted here: tokens known, computed and in flight.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from kvproof_spec.actions import (
+    Action,
+    Allocate,
+    CompleteLoad,
+    CompleteStep,
+    Forget,
+    Issue,
+    Lookup,
+    Publish,
+    Release,
+    Submit,
+    Trim,
+)
+from kvproof_spec.answers import (
+    Answer,
+    Done,
+    Forgotten,
+    Granted,
+    Hit,
+    Issued,
+    Refused,
+    Returned,
+    Snapshot,
+    Trimmed,
+)
+from kvproof_spec.config import Config
+from kvproof_spec.pages import Tables
+
+from kvproof_stateful.target import Hello
+
+
+@dataclass(slots=True)
+class Progress:
+    """A request as a scheduler counts it, in tokens."""
+
+    id: int
+    tokens: list[int]
+    computed: int = 0
+    in_flight: int = 0
+    scheduled: int = 0
+    drafts: tuple[int, ...] = ()
+    hit: int = 0
+    life: int = 0  # how often it has started anew
+    admitted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A row of an issued step."""
+
+    request: int
+    life: int
+    tokens: int
+    drafts: tuple[int, ...]
+
+
+class DrivenTarget(ABC):
+    """The bookkeeping of a scheduler around a manager that has none."""
+
+    config: Config
+
+    @abstractmethod
+    def hello(self) -> Hello: ...
+
+    @abstractmethod
+    def snapshot(self) -> Snapshot | None: ...
+
+    @abstractmethod
+    def build(self, config: Config) -> None:
+        """A new manager."""
+
+    def reset(self, config: Config) -> None:
+        self.config = config
+        self.requests: dict[int, Progress] = {}
+        self.steps: list[tuple[int, list[InFlight]]] = []
+        self.issued = 0
+        self.build(config)
+
+    def perform(self, action: Action) -> Answer:
+        match action:
+            case Submit():
+                progress = Progress(action.request, list(action.symbols))
+                self.requests[action.request] = progress
+                self.submit(progress)
+                return Done()
+            case Lookup():
+                hit = self.lookup(self.requests[action.request])
+                self.requests[action.request].hit = hit.tokens
+                return hit
+            case Allocate():
+                return self._allocate(self.requests[action.request], action)
+            case Issue():
+                return self._issue()
+            case CompleteStep():
+                return self._complete_step(action)
+            case CompleteLoad():
+                return self._complete_load(self.requests[action.request], action.tokens)
+            case Publish():
+                self.publish(self.requests[action.request], action.tokens)
+                return Done()
+            case Trim():
+                progress = self.requests[action.request]
+                self.trim(progress, progress.computed - progress.in_flight)
+                return Trimmed(self.tables(action.request))
+            case Release():
+                return self._release(self.requests[action.request], action.reason)
+            case Forget():
+                return self.forget(action.blocks)
+
+    def _allocate(self, progress: Progress, action: Allocate) -> Answer:
+        answer = self.allocate(progress, action)
+        if isinstance(answer, Granted):
+            total = progress.computed + progress.hit + action.external
+            progress.computed = min(total, self.config.max_model_len)
+            progress.scheduled, progress.drafts = action.new, action.drafts
+            progress.admitted = True
+        if isinstance(answer, Granted | Refused):
+            progress.hit = 0
+        return answer
+
+    def _issue(self) -> Issued:
+        rows = []
+        for progress in self.requests.values():
+            if progress.scheduled:
+                rows.append(
+                    InFlight(progress.id, progress.life, progress.scheduled, progress.drafts)
+                )
+                progress.computed += progress.scheduled
+                progress.in_flight += progress.scheduled
+                progress.scheduled, progress.drafts = 0, ()
+        self.steps.append((self.issued, rows))
+        self.issued += 1
+        return self.issue([self.requests[row.request] for row in rows])
+
+    def _complete_step(self, action: CompleteStep) -> Returned:
+        step, rows = self.steps.pop(0)
+        outputs = {output.request: output for output in action.outputs}
+        deferred = self.step_completed(step)
+        for row in rows:
+            progress = self.requests.get(row.request)
+            if progress is None:
+                continue
+            current = progress.life == row.life
+            progress.in_flight -= row.tokens if current else 0
+            output = outputs.get(row.request)
+            if output is not None:
+                rejected = len(row.drafts) - output.accepted
+                progress.computed -= rejected if current else 0
+                self.sampled(progress, [*row.drafts[: output.accepted], output.symbol])
+        return Returned(deferred)
+
+    def _complete_load(self, progress: Progress, tokens: int) -> Done:
+        if tokens == 0:
+            self.free(progress, None)
+            self._start_anew(progress)
+        else:
+            progress.computed = tokens - (tokens == len(progress.tokens))
+        return Done()
+
+    def _release(self, progress: Progress, reason: str) -> Returned:
+        defer = self.config.defers_returns and progress.in_flight and self.steps
+        deferred = self.free(progress, self.steps[-1][0] if defer else None)
+        if reason == "preempt":
+            self._start_anew(progress)
+        else:
+            del self.requests[progress.id]
+        return Returned(deferred)
+
+    def _start_anew(self, progress: Progress) -> None:
+        progress.computed = progress.in_flight = progress.scheduled = progress.hit = 0
+        progress.drafts, progress.admitted = (), False
+        progress.life += 1
+
+    def submit(self, progress: Progress) -> None:
+        """A request arrives."""
+
+    @abstractmethod
+    def lookup(self, progress: Progress) -> Hit: ...
+
+    @abstractmethod
+    def allocate(self, progress: Progress, action: Allocate) -> Answer:
+        """Granted, Refused or Raised; `progress` as it was before."""
+
+    def issue(self, rows: list[Progress]) -> Issued:
+        """A step was issued with these requests."""
+        return Issued()
+
+    @abstractmethod
+    def step_completed(self, step: int) -> tuple[int, ...] | None:
+        """Give back what was in use until `step`; what is still kept back."""
+
+    def sampled(self, progress: Progress, symbols: list[int]) -> None:
+        """Tokens that the request now knows."""
+        progress.tokens += symbols
+
+    @abstractmethod
+    def publish(self, progress: Progress, tokens: int) -> None: ...
+
+    @abstractmethod
+    def trim(self, progress: Progress, processed: int) -> None: ...
+
+    @abstractmethod
+    def free(self, progress: Progress, in_use_until: int | None) -> tuple[int, ...] | None:
+        """Free the blocks, at once or when a step has completed; what is kept back."""
+
+    @abstractmethod
+    def forget(self, blocks: tuple[int, ...] | None) -> Forgotten: ...
+
+    @abstractmethod
+    def tables(self, request_id: int) -> Tables: ...

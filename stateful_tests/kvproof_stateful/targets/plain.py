@@ -1,0 +1,141 @@
+"""The plain manager of kvproof_reference, and its worker."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvproof_reference.kv_cache_manager import KVCacheManager
+from kvproof_reference.request import Request
+from kvproof_reference.worker import Worker
+from kvproof_spec.actions import Allocate
+from kvproof_spec.answers import (
+    Answer,
+    Forgotten,
+    Granted,
+    Hit,
+    Issued,
+    Raised,
+    Refused,
+    SentRow,
+    Snapshot,
+)
+from kvproof_spec.choices import FEATURES
+from kvproof_spec.config import Config
+from kvproof_spec.pages import Tables
+
+import kvproof_stateful
+from kvproof_stateful.target import Hello
+from kvproof_stateful.targets.driven import DrivenTarget, Progress
+
+
+class PlainTarget(DrivenTarget):
+    """Driven: every allocation, step and release is asked for."""
+
+    name: ClassVar[str] = "plain"
+    manager_class: ClassVar[type[KVCacheManager]] = KVCacheManager
+
+    def hello(self) -> Hello:
+        return Hello(
+            name=self.name,
+            version=kvproof_stateful.__version__,
+            features=frozenset(FEATURES),
+            claims=("I1", "I2", "I3", "I4", "I5", "I6", "R1", "R2", "R3", "R4", "R5", "R7"),
+        )
+
+    def build(self, config: Config) -> None:
+        self.manager = self.manager_class(
+            config.groups,
+            config.num_blocks,
+            max_model_len=config.max_model_len,
+            enable_caching=config.caching,
+            max_in_flight_tokens=config.max_in_flight_tokens,
+        )
+        self.worker = Worker()
+        self.known: dict[int, Request] = {}
+        self.unsent: dict[int, list[Tables]] = {}  # ids granted since a row was sent, by request
+
+    def submit(self, progress: Progress) -> None:
+        self.known[progress.id] = Request(progress.id, progress.tokens)
+
+    def _request(self, progress: Progress) -> Request:
+        request = self.known[progress.id]
+        request.num_computed_tokens = progress.computed
+        request.num_in_flight_tokens = progress.in_flight
+        return request
+
+    def lookup(self, progress: Progress) -> Hit:
+        tables, tokens = self.manager.get_computed_blocks(self._request(progress))
+        self.hit_tables = tables
+        return Hit(tokens, tables)
+
+    def allocate(self, progress: Progress, action: Allocate) -> Answer:
+        try:
+            new = self.manager.allocate_slots(
+                self._request(progress),
+                action.new,
+                progress.hit,
+                None if progress.admitted else self.hit_tables,
+                num_lookahead_tokens=action.lookahead,
+                num_external_computed_tokens=action.external,
+                delay_cache_blocks=action.unordered,
+                full_sequence_must_fit=action.whole_sequence,
+                reserved_blocks=action.headroom,
+            )
+        except Exception as error:
+            return Raised(f"{type(error).__name__}: {error}")
+        if new is None:
+            return Refused(self.tables(progress.id))
+        if progress.id in self.unsent:
+            self.unsent[progress.id].append(new)
+        return Granted(self.tables(progress.id), new)
+
+    def issue(self, rows: list[Progress]) -> Issued:
+        sent = []
+        for progress in rows:
+            if progress.id in self.unsent:
+                for new in self.unsent[progress.id]:
+                    self.worker.append(progress.id, new)
+            else:
+                self.worker.replace(progress.id, self.tables(progress.id))
+            self.unsent[progress.id] = []
+            sent.append(SentRow(progress.id, self.worker.row(progress.id)))
+        return Issued(tuple(sent))
+
+    def step_completed(self, step: int) -> tuple[int, ...]:
+        self.manager.step_completed(step)
+        return self.manager.deferred_blocks()
+
+    def sampled(self, progress: Progress, symbols: list[int]) -> None:
+        super().sampled(progress, symbols)
+        self.known[progress.id].append_tokens(symbols)
+
+    def publish(self, progress: Progress, tokens: int) -> None:
+        self.manager.cache_blocks(self._request(progress), tokens)
+
+    def trim(self, progress: Progress, processed: int) -> None:
+        self.manager.remove_skipped_blocks(progress.id, processed)
+
+    def free(self, progress: Progress, in_use_until: int | None) -> tuple[int, ...]:
+        self.manager.free(self._request(progress), in_use_until)
+        if self.unsent.pop(progress.id, None) is not None:
+            self.worker.remove(progress.id)
+        return self.manager.deferred_blocks()
+
+    def forget(self, blocks: tuple[int, ...] | None) -> Forgotten:
+        if blocks is None:
+            return Forgotten(self.manager.reset_prefix_cache())
+        self.manager.evict_blocks(blocks)
+        return Forgotten(True)
+
+    def tables(self, request_id: int) -> Tables:
+        return self.manager.get_block_ids(request_id)
+
+    def snapshot(self) -> Snapshot:
+        pool = self.manager.block_pool
+        return Snapshot(
+            free_order=pool.free_order(),
+            free_blocks=pool.get_num_free_blocks(),
+            reference_counts=tuple(pool.reference_counts),
+            tables=tuple((request, self.tables(request)) for request in self.requests),
+            keys=tuple(sorted((key[0], tuple(copies)) for key, copies in pool.index.items())),
+        )
