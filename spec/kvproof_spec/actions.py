@@ -194,10 +194,10 @@ def handed_out(before: Tables, after: Tables) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """The worker gets a step: everything granted since the last one."""
+    """The worker gets a step: everything granted since the last one, perhaps nothing."""
 
     def check(self, state: State) -> None:
-        require(any(request.scheduled for request in state.requests), "nothing is scheduled")
+        """Always enabled: an engine may issue an empty step."""
 
     def apply(self, state: State, answer: Answer) -> State:
         shown = answer.rows if isinstance(answer, Issued) else None
@@ -411,8 +411,8 @@ class Release:
     def check(self, state: State) -> None:
         request = state.find(self.request)
         require(request.status != "loading", "its load has not returned")
-        running = request.status == "running"
-        require(running or self.reason == "abort", f"only a running request can {self.reason}")
+        preemptible = request.status == "running" or self.reason != "preempt"
+        require(preemptible, "only a running request is preempted")
         own = {cell[0] for cell in unissued_cells(state, request)}
         others = [r for r in state.requests if own and r.id != request.id]
         held = {block for other in others for table in other.tables for block in table}

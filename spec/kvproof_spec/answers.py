@@ -83,7 +83,61 @@ class Forgotten:
     done: bool
 
 
-Answer = Done | Hit | Granted | Refused | Raised | Issued | Returned | Trimmed | Forgotten
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """One request's part of a step that the target's own scheduler made.
+
+    It covers positions `start` to `start + tokens - 1`.  `admitted`: the request was
+    waiting before, and `start` is its hit.  `worker` is the worker's row.
+    """
+
+    request: int
+    start: int
+    tokens: int
+    admitted: bool
+    samples: bool
+    worker: Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """What one call of the target's scheduler did: the answer to Issue.
+
+    `rows` stand in the order in which they were admitted; `tables` are those of all its
+    requests after the call.
+    """
+
+    rows: tuple[ScheduledRow, ...]
+    preempted: tuple[int, ...]
+    tables: tuple[tuple[int, Tables], ...]
+    deferred: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What the target did with a returned step: the answer to CompleteStep.
+
+    `finished` are the requests it ended; `computed` (request, tokens) as it counts them.
+    """
+
+    finished: tuple[int, ...]
+    computed: tuple[tuple[int, int], ...]
+    deferred: tuple[int, ...] = ()
+
+
+Answer = (
+    Done
+    | Hit
+    | Granted
+    | Refused
+    | Raised
+    | Issued
+    | Returned
+    | Trimmed
+    | Forgotten
+    | Scheduled
+    | Updated
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ class Scope:
 
     `prompts` are symbols to submit; `samples` the symbols a step may return.  `chunk`
     limits the new tokens of one allocation, `max_request_tokens` those of one request.
+    `priorities` and `max_sampled` (tokens) are for targets that schedule themselves.
     """
 
     config: Config
@@ -71,7 +72,7 @@ class Scope:
     lookahead: int = 2  # tokens reserved, and drafts, at most
     headroom: int = 1  # blocks kept free, at most
     priorities: tuple[int, ...] = (0,)
-    max_sampled: tuple[int, ...] = ()  # for targets that schedule themselves
+    max_sampled: tuple[int | None, ...] = (None,)
 
     def has(self, feature: str) -> bool:
         return feature in self.features
@@ -132,8 +133,15 @@ KINDS: tuple[str, ...] = (
 def choices(state: State, scope: Scope) -> Iterator[Choice]:
     """The actions that an engine may ask for in this state, within the scope."""
     if len(state.requests) < scope.max_requests:
-        prompts = scope.prompts
-        yield Choice("submit", 0, lambda symbols: Submit(state.submitted, symbols), (prompts,))
+        yield Choice(
+            "submit",
+            0,
+            lambda *parameters: Submit(state.submitted, *parameters),
+            (scope.prompts, scope.priorities, scope.max_sampled),
+        )
+    if state.config.scheduling is not None:
+        yield from _around_a_scheduler(state, scope)
+        return
     if state.hit is not None:
         yield from _admissions(state, scope, state.find(state.hit.request))
     for request in state.requests:
@@ -153,6 +161,17 @@ def choices(state: State, scope: Scope) -> Iterator[Choice]:
         normal = range(1, state.config.num_blocks)
         yield Choice("forget blocks", 0, lambda *b: Forget(tuple(sorted({*b}))), (normal, normal))
         yield Choice("forget everything", 0, lambda: Forget(None))
+
+
+def _around_a_scheduler(state: State, scope: Scope) -> Iterator[Choice]:
+    """What is asked of a target that schedules itself: steps, their results, and aborts."""
+    if state.requests and len(state.steps) < scope.steps_in_flight:
+        yield Choice("issue", 0, Issue)
+    if state.steps:
+        yield _step_returns(state, scope)
+    if scope.has("abort"):
+        for request in state.requests:
+            yield Choice("abort", request.id, lambda r=request.id: Release(r, "abort"))
 
 
 def _counts(most: int) -> tuple[int, ...]:

@@ -67,13 +67,32 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Scheduling:
+    """How a target that schedules itself is set up: vLLM's names, all bounds in tokens.
+
+    `long_prefill_token_threshold` limits one request's tokens of a step (0: no limit).
+    `whole_sequence_check`: a request is admitted only if all its known tokens fit.
+    Sampling `stop_token` ends a request, perhaps with its next step in flight.
+    """
+
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    asynchronous: bool = False
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 64
+    long_prefill_token_threshold: int = 0
+    whole_sequence_check: bool = True
+    stop_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """What an implementation is built with.
 
     `num_blocks` counts the null block.  `max_model_len` and `max_in_flight_tokens` are
     in tokens.  `defers_returns`: blocks of a request that leaves while its steps are in
     flight come back when the last of those steps has.  `ordering` says whether steps
-    are ordered among themselves (`stream`) or not (`strict`).
+    are ordered among themselves (`stream`) or not (`strict`).  With `scheduling` the
+    target runs its own scheduler.
     """
 
     groups: tuple[Group, ...]
@@ -83,6 +102,7 @@ class Config:
     max_in_flight_tokens: int = 64
     defers_returns: bool = False
     ordering: Ordering = "stream"
+    scheduling: Scheduling | None = None
 
     @property
     def boundary(self) -> int:

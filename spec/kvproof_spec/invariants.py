@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvproof_spec.actions import (
-    ACTIONS,
     Allocate,
-    CompleteStep,
     Issue,
     Lookup,
     Segments,
@@ -29,7 +27,7 @@ from kvproof_spec.judgement import Expected, Observed, Rule, rule
 from kvproof_spec.pages import NULL_BLOCK, Tables, needed_cells, read_page
 
 
-@rule(Allocate, snapshot=ACTIONS)
+@rule("grant", "snapshot")
 def free_xor_held(expected: Expected, observed: Observed) -> Iterator[str]:
     """I1: what is held or used is not free: neither handed out nor listed as free.
 
@@ -74,7 +72,7 @@ def _counts_equal_references(expected: Expected, observed: Observed) -> Iterator
                 yield f"block {block} is counted {counts[block]}, held {references[block]} times"
 
 
-@rule(Lookup, CompleteStep)
+@rule("hit", "reads")
 def content_is_what_was_asked_for(expected: Expected, observed: Observed) -> Iterator[str]:
     """I2: a hit equals the promise, and an executed read memory, at every needed position."""
     if isinstance(expected.action, Lookup):
@@ -93,7 +91,7 @@ def content_is_what_was_asked_for(expected: Expected, observed: Observed) -> Ite
                 yield f"request {row.request} read {found} for {wanted[position]} in {where}"
 
 
-@rule(Lookup, Issue)
+@rule("hit", "step")
 def computed_means_recoverable(expected: Expected, observed: Observed) -> Iterator[str]:
     """I3: each group has a block at every position that a hit or a step needs."""
     hit = expected.after.hit
@@ -113,7 +111,7 @@ def _holes(expected: Expected, tables: Tables, start: int, end: int, name: str) 
                 yield f"{name} tokens has no block at entry {index} of group {group_id}: {table}"
 
 
-@rule(Allocate, snapshot=ACTIONS)
+@rule("grant", "snapshot")
 def nothing_in_use_is_handed_out(expected: Expected, observed: Observed) -> Iterator[str]:
     """I4: an unordered operation keeps its blocks, and gets none that a step still needs."""
     if isinstance(observed.answer, Granted):
@@ -130,7 +128,7 @@ def nothing_in_use_is_handed_out(expected: Expected, observed: Observed) -> Iter
             yield f"blocks {expected.after.deferred} are kept for steps, and none is in flight"
 
 
-@rule(rows=(Issue,), snapshot=ACTIONS)
+@rule("rows", "snapshot")
 def the_worker_sees_the_table(expected: Expected, observed: Observed) -> Iterator[str]:
     """I5: at every position that a step needs, the worker's row names the table's block."""
     if isinstance(observed.answer, Issued) and observed.answer.rows is not None:
@@ -149,7 +147,7 @@ def the_worker_sees_the_table(expected: Expected, observed: Observed) -> Iterato
             yield f"request {request_id} has {tables}, told was {request and request.tables}"
 
 
-@rule(Lookup)
+@rule("hit")
 def optimistic_is_not_reusable(expected: Expected, observed: Observed) -> Iterator[str]:
     """I6: drafts, and external tokens before arrival, are not granted as finished content."""
     for cell in expected.broken_promises:
@@ -157,7 +155,7 @@ def optimistic_is_not_reusable(expected: Expected, observed: Observed) -> Iterat
             yield f"{expected.broken(cell)}: a draft, or its load has not returned"
 
 
-@rule(Allocate, snapshot=(Allocate,))
+@rule("refusal")
 def all_or_nothing(expected: Expected, observed: Observed) -> Iterator[str]:
     """R1: a refusal changes nothing but the window's return (R7), and is no exception."""
     if isinstance(observed.answer, Raised) and not _shortage(expected):
@@ -174,7 +172,7 @@ def all_or_nothing(expected: Expected, observed: Observed) -> Iterator[str]:
             yield from _counts_equal_references(expected, observed)
 
 
-@rule(Allocate)
+@rule("grant", "refusal")
 def granted_means_it_fitted(expected: Expected, observed: Observed) -> Iterator[str]:
     """R2: new blocks + reclaimable hits + headroom <= free, and what is needed is taken."""
     shortage = _shortage(expected)
@@ -226,7 +224,7 @@ def blocks_wanted(
     return max(entries - max(first, len(table)), 0), reclaimed
 
 
-@rule(Allocate)
+@rule("grant")
 def one_block_one_place(expected: Expected, observed: Observed) -> Iterator[str]:
     """R3: a block stands at one (group, entry), and is no hit kept and handed out at once."""
     own: dict[int, tuple[int, int]] = {}
@@ -240,7 +238,7 @@ def one_block_one_place(expected: Expected, observed: Observed) -> Iterator[str]
                     yield f"block {block} stands at (group, entry) {place} {where}"
 
 
-@rule(Lookup, Allocate)
+@rule("lookup", "grant")
 def something_to_compute(expected: Expected, observed: Observed) -> Iterator[str]:
     """R4: a hit leaves a token to compute and ends on a boundary; tables have their length."""
     if isinstance(observed.answer, Hit):
@@ -262,7 +260,7 @@ def _wrong_lengths(expected: Expected, tables: Tables, tokens: int) -> Iterator[
             yield f"group {group_id} has {len(table)} entries for {tokens} tokens: {table}"
 
 
-@rule(Lookup)
+@rule("hit")
 def identity(expected: Expected, observed: Observed) -> Iterator[str]:
     """R5: prefixes that differ never serve each other: I2, said of the key."""
     for cell in expected.broken_promises:
@@ -271,7 +269,7 @@ def identity(expected: Expected, observed: Observed) -> Iterator[str]:
             yield f"{expected.broken(cell)}: another prefix of the same length"
 
 
-@rule(Allocate, Trim)
+@rule("grant", "refusal", "trim")
 def window_return(expected: Expected, observed: Observed) -> Iterator[str]:
     """R7: only what left the window on processed progress is returned; the rest stays."""
     old_tables, processed = expected.request.tables, 0
@@ -292,7 +290,7 @@ def window_return(expected: Expected, observed: Observed) -> Iterator[str]:
             yield f"group {group_id} shrank from {old} to {new}"
 
 
-@rule(schedule=(Lookup, CompleteStep))
+@rule("resumption", "stale output")
 def stale_output(expected: Expected, observed: Observed) -> Iterator[str]:
     """R9: output of an earlier admission never advances `computed`; resuming waits for it."""
     if isinstance(expected.action, Lookup) and has_stale_rows(expected.before, expected.request):

@@ -3,24 +3,60 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
-from kvproof_spec.actions import Action, Allocate, handed_out
-from kvproof_spec.answers import Answer, Snapshot
+from kvproof_spec.actions import Action, Allocate, CompleteStep, Lookup, handed_out
+from kvproof_spec.answers import (
+    Answer,
+    Done,
+    Forgotten,
+    Granted,
+    Hit,
+    Issued,
+    Raised,
+    Refused,
+    Returned,
+    Snapshot,
+    Trimmed,
+)
 from kvproof_spec.derived import references, rows_in_flight, used_by_operations
 from kvproof_spec.pages import Cell, Tables, cells, needed_cells, read_page
 from kvproof_spec.state import Request, Row, State
 
-Evidence = Literal["answer", "snapshot", "rows", "schedule"]
+T = TypeVar("T")
+
+Evidence = Literal[
+    "lookup", "hit", "grant", "refusal", "trim", "step", "reads", "rows", "snapshot",
+    "resumption", "stale output", "answer",
+]  # fmt: skip
 EVIDENCE: dict[Evidence, str] = {
-    "answer": "what the target answered",
-    "snapshot": "what it shows of itself between actions",
-    "rows": "the rows of its worker",
-    "schedule": "what its own scheduler decided",
+    "lookup": "the answer to a lookup",
+    "hit": "the blocks of a hit of at least one token",
+    "grant": "a granted allocation: the tables after",
+    "refusal": "a refused allocation: the tables after, and a snapshot if there is one",
+    "trim": "the tables after a trim",
+    "step": "the tables with which a step was issued",
+    "reads": "what a returned step has read, by the tables or rows shown",
+    "rows": "the rows of the target's worker",
+    "snapshot": "what the target shows of itself between actions",
+    "resumption": "a preempted request that the target's scheduler admits again",
+    "stale output": "a step that returns to the target's scheduler after a preemption",
+    "answer": "the answer that a policy predicts",
 }
+
+
+class lazy(Generic[T]):  # noqa: N801  (a decorator, as functools.cached_property, without its lock)
+    """A property computed once, at its first use."""
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self.compute = compute
+        self.name = compute.__name__
+
+    def __get__(self, owner: Any, _: type | None = None) -> T:
+        value = owner.__dict__[self.name] = self.compute(owner)
+        return value
 
 
 class Expected:
@@ -38,7 +74,7 @@ class Expected:
         """The action's request, before it."""
         return self.before.find(self.action.request)
 
-    @property
+    @lazy
     def request_after(self) -> Request:
         return self.after.find(self.action.request)
 
@@ -46,7 +82,7 @@ class Expected:
         """The manager's tables of a row's request, after the action."""
         return self.after.find(row.request).tables
 
-    @cached_property
+    @lazy
     def held_before(self) -> Counter[int]:
         """References by block, without those that this call's own trim gave back."""
         held = references(self.before)
@@ -56,22 +92,22 @@ class Expected:
                     held[block] -= 1
         return +held
 
-    @cached_property
+    @lazy
     def held_after(self) -> Counter[int]:
         return references(self.after)
 
-    @cached_property
+    @lazy
     def used_before(self) -> set[int]:
         return used_by_operations(self.before)
 
-    @cached_property
+    @lazy
     def tables_before(self) -> Tables:
         """Of the request, or of the hit that it starts from."""
         if isinstance(self.action, Allocate):
             return self.action.tables_before(self.before)
         return self.request.tables
 
-    @cached_property
+    @lazy
     def broken_promises(self) -> list[Cell]:
         """Needed cells of a hit whose promise is not what the request asked for."""
         hit, content = self.after.hit, self.request.content
@@ -93,7 +129,7 @@ class Expected:
         where = f"block {block}, group {group}, position {position}"
         return f"a hit for {wanted} got {where}, which promises {promised}"
 
-    @cached_property
+    @lazy
     def optimistic_cells(self) -> set[Cell]:
         """Drafts not yet accepted, and external tokens whose unordered load is under way."""
         found: set[Cell] = set()
@@ -109,7 +145,7 @@ class Expected:
                 found.update(cells(self.groups, request.tables, first, end))
         return found
 
-    @cached_property
+    @lazy
     def handed_out(self) -> list[tuple[int, int, int]]:
         """(group, index, block) of each block that this call handed out."""
         return handed_out(self.tables_before, self.request_after.tables)
@@ -117,14 +153,10 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the target showed: its answer, and a snapshot if one was taken.
-
-    `scheduled`: the target's own scheduler decided on the action, not a driver.
-    """
+    """What the target showed: its answer, and a snapshot if one was taken."""
 
     answer: Answer
     snapshot: Snapshot | None = None
-    scheduled: bool = False
 
     @property
     def tables(self) -> tuple[tuple[int, Tables], ...]:
@@ -139,31 +171,62 @@ Judge = Callable[[Expected, Observed], Iterator[str]]
 class Rule:
     """An invariant or rule of the contract: `judge` yields one sentence a violation.
 
-    `evidence` says what it needs to be evaluated, for each action it judges.
+    Without any of its `evidence` it is not evaluated.
     """
 
     id: str
     sentence: str
     judge: Judge
-    evidence: Mapping[type[Action], tuple[Evidence, ...]]
+    evidence: tuple[Evidence, ...]
 
 
-def rule(*answers: type[Action], **more: tuple[type[Action], ...]) -> Callable[[Judge], Rule]:
-    """Make a function a rule: it judges the `answers` of these actions.
-
-    `snapshot`, `rows` and `schedule` name the actions that it judges by other evidence.
-    Id and sentence are the first line of its docstring.
-    """
-    by: dict[type[Action], tuple[Evidence, ...]] = dict.fromkeys(answers, ("answer",))
-    for evidence in EVIDENCE:
-        for action in more.get(evidence, ()):
-            by[action] = (*by.get(action, ()), evidence)
+def rule(*evidence: Evidence) -> Callable[[Judge], Rule]:
+    """Make a function a rule; its id and sentence are the first line of its docstring."""
 
     def made(judge: Judge) -> Rule:
         identifier, _, sentence = (judge.__doc__ or "").partition("\n")[0].partition(": ")
-        return Rule(identifier, sentence, judge, by)
+        return Rule(identifier, sentence, judge, evidence)
 
     return made
+
+
+def evidence_shown(expected: Expected, observed: Observed, scheduled: bool) -> list[Evidence]:
+    """What there is to judge by; `scheduled`: the target's own scheduler decided."""
+    shown: list[Evidence] = list(SHOWN_BY[type(observed.answer)])
+    if isinstance(observed.answer, Hit) and observed.answer.tokens:
+        shown.append("hit")
+    elif isinstance(observed.answer, Issued) and observed.answer.rows is not None:
+        shown.append("rows")
+    elif isinstance(expected.action, CompleteStep):
+        shown.append("reads")
+    if observed.snapshot is not None:
+        shown.append("snapshot")
+    if scheduled:
+        shown += _decided_by_its_scheduler(expected)
+    return shown
+
+
+SHOWN_BY: dict[type[Answer], tuple[Evidence, ...]] = {
+    Done: (),
+    Hit: ("lookup",),
+    Granted: ("grant",),
+    Refused: ("refusal",),
+    Raised: ("refusal",),
+    Issued: ("step",),
+    Returned: (),
+    Trimmed: ("trim",),
+    Forgotten: (),
+}
+
+
+def _decided_by_its_scheduler(expected: Expected) -> Iterator[Evidence]:
+    if isinstance(expected.action, Lookup) and expected.request.status == "preempted":
+        yield "resumption"
+    if isinstance(expected.action, CompleteStep):
+        for row in expected.before.steps[0].rows:
+            request = expected.before.get(row.request)
+            if request is not None and request.admission != row.admission:
+                yield "stale output"
 
 
 class Violation(Exception):

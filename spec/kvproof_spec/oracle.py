@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
@@ -29,14 +28,17 @@ from kvproof_spec.answers import (
     Raised,
     Refused,
     Returned,
+    Scheduled,
     Snapshot,
     Trimmed,
+    Updated,
 )
 from kvproof_spec.config import Config
 from kvproof_spec.invariants import RULES
-from kvproof_spec.judgement import Evidence, Expected, Observed, Rule, Violation
+from kvproof_spec.judgement import Evidence, Expected, Observed, Rule, Violation, evidence_shown
+from kvproof_spec.observed import InconsistentAnswer, core_actions
 from kvproof_spec.pages import Tables
-from kvproof_spec.state import State, initial_state
+from kvproof_spec.state import ActionDisabled, State, initial_state
 
 EXACT = "exact"
 """The rule that a target breaks by differing from the named policy."""
@@ -45,8 +47,8 @@ ALLOWED_ANSWERS: dict[type[Action], tuple[type[Answer], ...]] = {
     Submit: (Done,),
     Lookup: (Hit,),
     Allocate: (Granted, Refused, Raised),
-    Issue: (Issued,),
-    CompleteStep: (Returned,),
+    Issue: (Issued, Scheduled),
+    CompleteStep: (Returned, Updated),
     CompleteLoad: (Done,),
     Publish: (Done,),
     Trim: (Trimmed,),
@@ -56,7 +58,7 @@ ALLOWED_ANSWERS: dict[type[Action], tuple[type[Answer], ...]] = {
 
 
 class NonsenseAnswer(Exception):
-    """An answer that is none: of the wrong kind or shape for its action."""
+    """An answer that is none: of the wrong kind or shape, or contradicting itself."""
 
 
 class Policy(Protocol):
@@ -83,46 +85,61 @@ class Oracle:
     ) -> None:
         self.state = initial_state(config)
         self.policy = policy
-        self.evaluated: Counter[tuple[str, Evidence]] = Counter()
-        self._rules: dict[type[Action], list[tuple[Rule, tuple[Evidence, ...]]]] = {}
-        for action in ALLOWED_ANSWERS:
-            judging = [(rule, rule.evidence[action]) for rule in rules if action in rule.evidence]
-            self._rules[action] = judging
+        self.evaluated: dict[tuple[str, Evidence], int] = {}
+        self._rules = tuple(rules)
+        self._judging: dict[tuple[Evidence, ...], list[tuple[Rule, list[Evidence]]]] = {}
 
-    def step(
-        self,
-        action: Action,
-        answer: Answer,
-        snapshot: Snapshot | None = None,
-        *,
-        scheduled: bool = False,
+    def _rules_for(self, shown: tuple[Evidence, ...]) -> list[tuple[Rule, list[Evidence]]]:
+        """The rules that can be evaluated by what is shown, and by which part of it."""
+        if shown not in self._judging:
+            usable = [(rule, [e for e in rule.evidence if e in shown]) for rule in self._rules]
+            self._judging[shown] = [(rule, evidence) for rule, evidence in usable if evidence]
+        return self._judging[shown]
+
+    def step(self, action: Action, answer: Answer, snapshot: Snapshot | None = None) -> None:
+        """Take one answer, or raise: `ActionDisabled`, `NonsenseAnswer` or `Violation`."""
+        check_answer(self.state, action, answer)
+        if not isinstance(answer, Scheduled | Updated):
+            self._judge(action, answer, snapshot)
+            return
+        try:
+            parts = list(core_actions(self.state, action, answer))
+            for part, its_answer in parts[:-1]:
+                self._judge(part, its_answer, None, scheduled=True)
+            self._judge(*parts[-1], snapshot, scheduled=True)
+        except InconsistentAnswer as error:
+            raise NonsenseAnswer(str(error)) from None
+        except ActionDisabled as error:
+            raise NonsenseAnswer(f"its scheduler did what no engine may: {error}") from None
+
+    def _judge(
+        self, action: Action, answer: Answer, snapshot: Snapshot | None, scheduled: bool = False
     ) -> None:
-        """Take one answer, or raise: `ActionDisabled`, `NonsenseAnswer` or `Violation`.
-
-        `scheduled`: the target's own scheduler decided on the action.
-        """
         before = self.state
         action.check(before)
-        check_answer(before, action, answer)
         predicted = self.policy.predict(before, action) if self.policy else None
         after = action.apply(before, answer)
         expected = Expected(before, action, after)
         observed = Observed(answer, snapshot)
-        shown = shown_evidence(observed, scheduled)
         broken: list[tuple[str, str]] = []
-        for rule, needed in self._rules[type(action)]:
-            usable = [evidence for evidence in needed if evidence in shown]
-            if usable:
-                self.evaluated.update((rule.id, evidence) for evidence in usable)
-                broken += [(rule.id, witness) for witness in rule.judge(expected, observed)]
+        shown = tuple(evidence_shown(expected, observed, scheduled))
+        for rule, usable in self._rules_for(shown):
+            for evidence in usable:
+                self._count(rule.id, evidence)
+            for witness in rule.judge(expected, observed):
+                broken.append((rule.id, witness))
         if self.policy is not None and not broken:
             broken += [(EXACT, witness) for witness in self._differences(predicted, observed)]
-            self.evaluated[EXACT, "answer" if snapshot is None else "snapshot"] += 1
+            self._count(EXACT, "answer" if snapshot is None else "snapshot")
         if broken:
             rule_id, witness = broken[0]
             also = tuple(dict.fromkeys(other for other, _ in broken if other != rule_id))
             raise Violation(rule_id, witness, also)
         self.state = after
+
+    def _count(self, rule_id: str, evidence: Evidence) -> None:
+        key = rule_id, evidence
+        self.evaluated[key] = self.evaluated.get(key, 0) + 1
 
     def _differences(self, predicted: Answer | None, observed: Observed) -> Iterable[str]:
         assert self.policy is not None
@@ -138,17 +155,6 @@ class Oracle:
                 )
             if snapshot.keys is not None and snapshot.keys != wanted.keys:
                 yield f"{self.policy.name} has keys {wanted.keys}, the target {snapshot.keys}"
-
-
-def shown_evidence(observed: Observed, scheduled: bool) -> set[Evidence]:
-    shown: set[Evidence] = {"answer"}
-    if observed.snapshot is not None:
-        shown.add("snapshot")
-    if isinstance(observed.answer, Issued) and observed.answer.rows is not None:
-        shown.add("rows")
-    if scheduled:
-        shown.add("schedule")
-    return shown
 
 
 def same_answer(predicted: Answer, answer: Answer) -> bool:
@@ -173,11 +179,14 @@ def check_answer(state: State, action: Action, answer: Answer) -> None:
         shown.append(answer.new)
     if isinstance(answer, Issued):
         shown += [row.tables for row in answer.rows or ()]
+    if isinstance(answer, Scheduled):
+        shown += [row.worker for row in answer.rows]
+        shown += [tables for _, tables in answer.tables]
     for tables in shown:
         if len(tables) != len(state.config.groups):
             raise NonsenseAnswer(f"{len(tables)} tables for {len(state.config.groups)} groups")
         check_blocks((block for table in tables for block in table), state.config.num_blocks)
-    if isinstance(answer, Returned):
+    if isinstance(answer, Returned | Scheduled | Updated):
         check_blocks(answer.deferred or (), state.config.num_blocks)
 
 

@@ -35,7 +35,6 @@ from kvproof_spec.answers import (
 )
 from kvproof_spec.config import Config
 from kvproof_spec.pages import Tables
-
 from kvproof_stateful.target import Hello
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import kvproof_stateful
 from kvproof_reference.kv_cache_manager import KVCacheManager
 from kvproof_reference.request import Request
 from kvproof_reference.worker import Worker
@@ -22,8 +23,6 @@ from kvproof_spec.answers import (
 from kvproof_spec.choices import FEATURES
 from kvproof_spec.config import Config
 from kvproof_spec.pages import Tables
-
-import kvproof_stateful
 from kvproof_stateful.target import Hello
 from kvproof_stateful.targets.driven import DrivenTarget, Progress
 

@@ -18,7 +18,6 @@ from kvproof_spec.actions import Allocate
 from kvproof_spec.answers import Answer, Forgotten, Granted, Hit, Issued, Raised, Refused, Snapshot
 from kvproof_spec.config import Config, Group
 from kvproof_spec.pages import NULL_BLOCK, Tables
-
 from kvproof_stateful.target import Hello, UnsupportedConfig
 from kvproof_stateful.targets.driven import DrivenTarget, Progress
 
@@ -69,7 +68,7 @@ FEATURES = {
 
 
 def cache_spec(group: Group) -> Any:
-    """vLLM's description of a group: one head of size one in float32."""
+    """VLLM's description of a group: one head of size one in float32."""
     kind = SlidingWindowSpec if group.kind == "sliding" else FullAttentionSpec
     fields = {field.name for field in dataclasses.fields(kind)}
     given = {

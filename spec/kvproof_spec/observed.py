@@ -1,0 +1,105 @@
+"""A target that schedules itself, in the core's own actions.
+
+One call of its scheduler is one `Issue`, one returned step one `CompleteStep`.  What the
+call did inside is not seen; what it must have done follows from the tables after it, and
+is put as the actions that the core judges anyway: preemptions and trims first, since they
+only make room, then each row's admission in order.  An allocation that was preempted again
+in the same call was never issued: nothing is promised for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from kvproof_spec.actions import Action, Allocate, CompleteStep, Issue, Lookup, Release, Trim
+from kvproof_spec.answers import (
+    Answer,
+    Granted,
+    Hit,
+    Issued,
+    Returned,
+    Scheduled,
+    ScheduledRow,
+    SentRow,
+    Trimmed,
+    Updated,
+)
+from kvproof_spec.derived import outstanding_tokens
+from kvproof_spec.pages import Tables
+from kvproof_spec.state import State
+
+
+class InconsistentAnswer(Exception):
+    """The target's own account of a step contradicts itself or what it said before."""
+
+
+def core_actions(state: State, action: Action, answer: Answer) -> Iterator[tuple[Action, Answer]]:
+    """The core's actions and answers that one line of a trace stands for.
+
+    They are to be judged one by one from `state` on; `InconsistentAnswer` if the line
+    contradicts itself or `state`.
+    """
+    match action, answer:
+        case Issue(), Scheduled():
+            return _scheduled(state, answer)
+        case CompleteStep(), Updated():
+            return _updated(state, action, answer)
+        case _:
+            return iter([(action, answer)])
+
+
+def _scheduled(state: State, answer: Scheduled) -> Iterator[tuple[Action, Answer]]:
+    after = dict(answer.tables)
+    rows = {row.request: row for row in answer.rows}
+    for request_id in answer.preempted:
+        yield Release(request_id, "preempt"), Returned(answer.deferred)
+    for request in state.requests:
+        stays = request.status == "running" and request.id not in {*answer.preempted, *rows}
+        if stays and after.get(request.id, request.tables) != request.tables:
+            yield Trim(request.id), Trimmed(after[request.id])
+    for row in answer.rows:
+        tables = after.get(row.request)
+        if tables is None:
+            raise InconsistentAnswer(f"request {row.request} has a row and no tables")
+        _require_consistent(state, row, preempted=row.request in answer.preempted)
+        if row.admitted:
+            yield Lookup(row.request), Hit(row.start, hit_tables(state, tables, row.start))
+        yield Allocate(row.request, row.tokens), Granted(tables)
+    yield Issue(), Issued(tuple(SentRow(row.request, row.worker) for row in answer.rows))
+
+
+def hit_tables(state: State, tables: Tables, tokens: int) -> Tables:
+    """The entries of an admission's tables that its hit of `tokens` tokens stands for."""
+    return tuple(
+        table[: group.blocks_for(tokens)]
+        for group, table in zip(state.config.groups, tables, strict=True)
+    )
+
+
+def _require_consistent(state: State, row: ScheduledRow, preempted: bool) -> None:
+    """The row goes on where the request stood, and samples where its known tokens end."""
+    request = state.get(row.request)
+    if request is None:
+        raise InconsistentAnswer(f"the step has a row of the unknown request {row.request}")
+    admitted = request.status != "running" or preempted
+    if admitted != row.admitted:
+        raise InconsistentAnswer(f"request {row.request} is {request.status}: {row}")
+    if not admitted and row.start != request.computed:
+        raise InconsistentAnswer(
+            f"request {row.request} goes on at {row.start}, computed are {request.computed} tokens"
+        )
+    outstanding = 0 if admitted else outstanding_tokens(state, request)
+    samples = row.start + row.tokens >= request.known + outstanding
+    if samples != row.samples:
+        raise InconsistentAnswer(f"request {row.request} samples is {row.samples}: {row}")
+
+
+def _updated(
+    state: State, action: CompleteStep, answer: Updated
+) -> Iterator[tuple[Action, Answer]]:
+    """The step returns, then who ended leaves; what was kept back for it is given back first."""
+    still_kept = Counter(state.deferred) & Counter(answer.deferred)
+    yield action, Returned(tuple(still_kept.elements()), answer.computed)
+    for request_id in answer.finished:
+        yield Release(request_id, "finish"), Returned(answer.deferred)
