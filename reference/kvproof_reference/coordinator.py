@@ -80,19 +80,19 @@ class Coordinator(ABC):
         request_id: int,
         hits: Sequence[Sequence[int]],
         num_computed_tokens: int,
-        num_external_tokens: int,
+        restart: int,
     ) -> None:
         """Hold the hits of every group, and only then take blocks for external tokens.
 
-        A block taken for one group could otherwise be the hit of a later one.
+        A block taken for one group could otherwise be the hit of a later one.  Nothing is
+        held for tokens that a step which starts at `restart` does not read.
         """
         if any(request_id in manager.num_published for manager in self.managers):
             return
         for manager, hits_of in zip(self.managers, hits, strict=True):
-            manager.adopt_hits(request_id, hits_of, num_computed_tokens)
-        if num_external_tokens > 0:
-            for manager in self.managers:
-                manager.allocate_new(request_id, num_computed_tokens)
+            manager.adopt_hits(request_id, hits_of, restart)
+        for manager in self.managers:
+            manager.allocate_new(request_id, num_computed_tokens)
 
     def allocate_new(self, request_id: int, num_tokens: int) -> BlockIds:
         return tuple(
@@ -112,6 +112,11 @@ class Coordinator(ABC):
     def remove_skipped_blocks(self, request_id: int, processed_tokens: int) -> None:
         for manager in self.managers:
             manager.remove_skipped_blocks(request_id, processed_tokens)
+
+    def withdraw(self, request_id: int, num_issued_tokens: int) -> None:
+        """Forget the keys of blocks that reach beyond the issued tokens."""
+        for manager in self.managers:
+            self.pool.evict(manager.table(request_id)[num_issued_tokens // manager.block_size :])
 
     def pop_blocks(self, request_id: int) -> list[int]:
         """Forget the request; its blocks group after group, still counted as held."""

@@ -118,21 +118,29 @@ class KVCacheManager:
         computed = min(uncapped, self.max_model_len)
         end = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
 
-        if full_sequence_must_fit and not self.whole_sequence_fits(request, hits, computed):
+        restart = self.restart_tokens(request, uncapped, num_external_computed_tokens)
+        if full_sequence_must_fit and not self.whole_sequence_fits(request, hits, restart):
             return None
         self.remove_skipped_blocks(request_id, self.processed_tokens(request, computed))
-        needed = self.coordinator.blocks_needed(request_id, end, hits, uncapped)
+        needed = self.coordinator.blocks_needed(request_id, end, hits, restart)
         if needed + reserved_blocks > self.block_pool.get_num_free_blocks():
             return None
 
         if num_external_computed_tokens > 0 or any(hits):
-            self.coordinator.allocate_computed(
-                request_id, hits, uncapped, num_external_computed_tokens
-            )
+            self.coordinator.allocate_computed(request_id, hits, uncapped, restart)
         new_blocks = self.coordinator.allocate_new(request_id, end)
         if not delay_cache_blocks:
             self.cache_blocks(request, self.certain_tokens(request, computed + num_new_tokens))
         return new_blocks
+
+    def restart_tokens(self, request: Request, num_computed_tokens: int, num_external: int) -> int:
+        """Where the next step starts: a load of every known token leaves the last to compute.
+
+        vLLM 0.32 keeps the window of the token after it instead.
+        """
+        if num_external == 0:
+            return num_computed_tokens
+        return min(num_computed_tokens, request.num_tokens - 1)
 
     def whole_sequence_fits(
         self, request: Request, hits: Sequence[Sequence[int]], num_computed_tokens: int
@@ -158,6 +166,13 @@ class KVCacheManager:
     def remove_skipped_blocks(self, request_id: int, processed_tokens: int) -> None:
         """Give back blocks that left the window, `processed_tokens` tokens being done."""
         self.coordinator.remove_skipped_blocks(request_id, processed_tokens)
+
+    def withdraw(self, request: Request, num_issued_tokens: int) -> None:
+        """Unpublish what no step will compute; for a request freed before its step is issued.
+
+        vLLM 0.32 has no such call.
+        """
+        self.coordinator.withdraw(request.request_id, num_issued_tokens)
 
     def free(self, request: Request, in_use_until: int | None = None) -> None:
         """Release the request, be it finished or preempted.

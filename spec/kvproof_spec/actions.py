@@ -84,13 +84,15 @@ class Segments:
     """The five segments of an allocation by their ends, in tokens from position 0.
 
     | computed | local hit | external | new | lookahead | end at `computed`, `local`,
-    `total`, `target` and `reserved`.  No step in flight reads left of what `processed`
+    `total`, `target` and `reserved`.  The next step starts at `restart`, one before `total`
+    if a load brings every known token.  No step in flight reads left of what `processed`
     tokens still need.
     """
 
     computed: int
     local: int
     total: int
+    restart: int
     target: int
     reserved: int
     processed: int
@@ -145,9 +147,10 @@ class Allocate:
         local = request.computed + (hit.tokens if hit else 0)
         total = min(local + self.external, limit)
         target = total + self.new
-        processed = max(0, total - tokens_in_flight(state, request))
+        restart = total - (self.unordered and total == request.known)
+        processed = max(0, restart - tokens_in_flight(state, request))
         reserved = min(target + self.lookahead, limit)
-        return Segments(request.computed, local, total, target, reserved, processed)
+        return Segments(request.computed, local, total, restart, target, reserved, processed)
 
     def tables_before(self, state: State) -> Tables:
         """What the request holds or, unadmitted, would hold by its hit alone."""

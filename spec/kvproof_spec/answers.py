@@ -104,13 +104,15 @@ class Scheduled:
     """What one call of the target's scheduler did: the answer to Issue.
 
     `rows` stand in the order in which they were admitted; `tables` are those of all its
-    requests after the call.
+    requests after the call.  `unissued` are blocks that it handed out to a request and took
+    back in the same call, by preempting it.
     """
 
     rows: tuple[ScheduledRow, ...]
     preempted: tuple[int, ...]
     tables: tuple[tuple[int, Tables], ...]
     deferred: tuple[int, ...] = ()
+    unissued: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,12 +91,16 @@ def content_is_what_was_asked_for(expected: Expected, observed: Observed) -> Ite
                 yield f"request {row.request} read {found} for {wanted[position]} in {where}"
 
 
-@rule("hit", "step")
+@rule("hit", "grant", "step")
 def computed_means_recoverable(expected: Expected, observed: Observed) -> Iterator[str]:
-    """I3: each group has a block at every position that a hit or a step needs."""
+    """I3: each group has a block at every position that a hit, an admission or a step needs."""
     hit = expected.after.hit
     if isinstance(expected.action, Lookup) and hit is not None:
         yield from _holes(expected, hit.tables, hit.tokens, hit.tokens, f"a hit of {hit.tokens}")
+    elif isinstance(observed.answer, Granted):
+        ends = expected.action.segments(expected.before)
+        name = f"a request that goes on at {ends.restart} of {ends.target}"
+        yield from _holes(expected, observed.answer.tables, ends.restart, ends.target, name)
     elif isinstance(expected.action, Issue):
         for row in expected.after.steps[-1].rows:
             name = f"request {row.request}'s step over {row.start} to {row.end}"
@@ -219,7 +223,7 @@ def blocks_wanted(
         )
     if expected.request.status == "running":
         return max(entries - len(table), 0), 0
-    first = group.first_needed_block(ends.total)
+    first = group.first_needed_block(ends.restart)
     reclaimed = sum(block != 0 and not expected.held_before[block] for block in table[first:])
     return max(entries - max(first, len(table)), 0), reclaimed
 

@@ -27,7 +27,8 @@ class Hello:
 
     `features` it can be asked for, group kinds among them; `claims` are the rules that a
     campaign must have evaluated at least once.  An `observed` target runs its own
-    scheduler: kvproof submits requests and returns sampled tokens.
+    scheduler: kvproof submits requests and returns sampled tokens.  `corrections` are the
+    known faults of a policy's engine that this target does not have.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Hello:
     features: frozenset[str]
     claims: tuple[str, ...]
     observed: bool = False
+    corrections: frozenset[str] = frozenset()
 
 
 class Target(Protocol):

@@ -7,7 +7,7 @@ free order, the index with the copies of each key, tables, and published counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvproof_spec.actions import (
     Action,
@@ -32,12 +32,16 @@ from kvproof_spec.answers import (
     Trimmed,
 )
 from kvproof_spec.config import Config, Group, ceil_div
-from kvproof_spec.derived import processed_tokens, tokens_in_flight
+from kvproof_spec.derived import processed_tokens, tokens_in_flight, unissued_cells
 from kvproof_spec.pages import NULL_BLOCK, Tables
 from kvproof_spec.prefix import Prefix
 from kvproof_spec.state import Request, State
 
 Key = tuple[int, Prefix]  # (group, content of the block's last position)
+
+
+class UnknownToPolicy(ValueError):
+    """The policy cannot predict this configuration; the message says why."""
 
 
 class VllmPool:
@@ -93,13 +97,23 @@ class VllmPool:
         return next(iter(self.copies.get(key, ())), None)
 
 
+CORRECTIONS: dict[str, str] = {
+    "withdraws unissued": "what a request leaves unissued is no longer findable",
+    "restores last token": "a load of every known token keeps the window of the last one",
+}
+"""What vLLM 0.32 breaks, and an implementation that is otherwise equal may do right."""
+
+
 class VllmPolicy:
     """vLLM 0.32's KVCacheManager over full attention and sliding window groups."""
 
     name = "vllm-0.32"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, corrections: Collection[str] = ()) -> None:
+        if len({group.block_size for group in config.groups}) > 1:
+            raise UnknownToPolicy(f"policy {self.name} knows only groups of one block size")
         self.config = config
+        self.corrections = corrections
         self.groups = config.groups
         self.pool = VllmPool(config.num_blocks, config.caching)
         self.tables: list[dict[int, list[int]]] = [{} for _ in config.groups]
@@ -243,7 +257,7 @@ class VllmPolicy:
                 held = len(self.tables[group_id].get(request.id, ()))
                 needed += max(entries - held, 0)
                 continue
-            first = group.first_needed_block(ends.total)
+            first = group.first_needed_block(self._restart(ends))
             blocks = hit[group_id]
             needed += max(entries - max(first, len(blocks)), 0)
             needed += sum(b != NULL_BLOCK and not self.pool.references[b] for b in blocks[first:])
@@ -252,7 +266,7 @@ class VllmPolicy:
     def _admit(self, request: Request, ends: Segments, hit: Tables) -> None:
         """Hold all groups' hits first, then take the external tokens' blocks."""
         for group_id, group in enumerate(self.groups):
-            first = group.first_needed_block(ends.total)
+            first = group.first_needed_block(self._restart(ends))
             kept = hit[group_id][first:]
             self.pool.hold(kept)
             has_content = any(hit) or ends.total > ends.local
@@ -263,6 +277,9 @@ class VllmPolicy:
         if ends.total > ends.local:
             for group_id in range(len(self.groups)):
                 self._grow(group_id, request, ends.total)
+
+    def _restart(self, ends: Segments) -> int:
+        return ends.restart if "restores last token" in self.corrections else ends.total
 
     def _grow(self, group_id: int, request: Request, tokens: int) -> list[int]:
         table = self.tables[group_id].setdefault(request.id, [])
@@ -318,6 +335,9 @@ class VllmPolicy:
 
     def _release(self, state: State, action: Release) -> Returned:
         request = state.find(action.request)
+        if "withdraws unissued" in self.corrections:
+            for block, _, _, _ in unissued_cells(state, request):
+                self.pool.forget(block)
         if self.config.defers_returns and tokens_in_flight(state, request):
             kept = [block for tables in self.tables for block in tables.pop(request.id, ())]
             self.deferred.append((state.steps[-1].id, [b for b in kept if b != NULL_BLOCK]))

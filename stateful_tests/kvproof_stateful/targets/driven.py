@@ -47,6 +47,7 @@ class Progress:
     computed: int = 0
     in_flight: int = 0
     scheduled: int = 0
+    issued: int = 0  # what is certain to be computed: the hit, and the steps issued
     drafts: tuple[int, ...] = ()
     hit: int = 0
     life: int = 0  # how often it has started anew
@@ -119,7 +120,8 @@ class DrivenTarget(ABC):
     def _allocate(self, progress: Progress, action: Allocate) -> Answer:
         answer = self.allocate(progress, action)
         if isinstance(answer, Granted):
-            total = progress.computed + progress.hit + action.external
+            progress.issued = progress.computed + progress.hit
+            total = progress.issued + action.external
             progress.computed = min(total, self.config.max_model_len)
             progress.scheduled, progress.drafts = action.new, action.drafts
             progress.admitted = True

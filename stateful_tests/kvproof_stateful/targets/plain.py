@@ -23,6 +23,7 @@ from kvproof_spec.answers import (
 from kvproof_spec.choices import FEATURES
 from kvproof_spec.config import Config
 from kvproof_spec.pages import Tables
+from kvproof_spec.policies import CORRECTIONS
 from kvproof_stateful.target import Hello
 from kvproof_stateful.targets.driven import DrivenTarget, Progress
 
@@ -39,6 +40,7 @@ class PlainTarget(DrivenTarget):
             version=kvproof_stateful.__version__,
             features=frozenset(FEATURES),
             claims=("I1", "I2", "I3", "I4", "I5", "I6", "R1", "R2", "R3", "R4", "R5", "R7"),
+            corrections=frozenset(CORRECTIONS),
         )
 
     def build(self, config: Config) -> None:
@@ -115,7 +117,10 @@ class PlainTarget(DrivenTarget):
         self.manager.remove_skipped_blocks(progress.id, processed)
 
     def free(self, progress: Progress, in_use_until: int | None) -> tuple[int, ...]:
-        self.manager.free(self._request(progress), in_use_until)
+        request = self._request(progress)
+        if progress.scheduled:
+            self.manager.withdraw(request, progress.issued)
+        self.manager.free(request, in_use_until)
         if self.unsent.pop(progress.id, None) is not None:
             self.worker.remove(progress.id)
         return self.manager.deferred_blocks()

@@ -6,6 +6,9 @@ the scheduler decides.  See vllm_engine for how it is run without a model.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
 from kvproof_spec.actions import Action, CompleteStep, Issue, Release, Submit
 from kvproof_spec.answers import (
     Answer,
@@ -17,6 +20,7 @@ from kvproof_spec.answers import (
     Updated,
 )
 from kvproof_spec.config import Config
+from kvproof_spec.pages import Tables
 from kvproof_stateful.target import Hello, TargetFailed, UnsupportedConfig
 from kvproof_stateful.targets.vllm_engine import (
     VERSION,
@@ -96,7 +100,17 @@ class VllmTarget:
             )
             for row in done.rows
         )
-        return Scheduled(rows, done.preempted, tuple(done.tables.items()), done.deferred)
+        # A block handed out twice in one call was taken back in between.
+        last = set(blocks_in(done.tables[row.request] for row in rows))
+        issued = Counter(block for block in set(done.handed_out) if block in last)
+        unissued = Counter(done.handed_out) - issued
+        return Scheduled(
+            rows,
+            done.preempted,
+            tuple(done.tables.items()),
+            done.deferred,
+            tuple(unissued.elements()) if done.preempted else (),
+        )
 
     def _update(self, action: CompleteStep) -> Updated:
         done = self.engine.update({output.request: output.symbol for output in action.outputs})
@@ -110,3 +124,7 @@ class VllmTarget:
             reference_counts=tuple(self.engine.reference_counts()),
             tables=tuple(self.engine.tables().items()),
         )
+
+
+def blocks_in(tables: Iterable[Tables]) -> Iterator[int]:
+    return (block for of_request in tables for table in of_request for block in table)

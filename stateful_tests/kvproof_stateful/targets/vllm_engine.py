@@ -158,12 +158,14 @@ class Scheduled(_After):
 
     `step` counts from 0, empty steps included.  `preempted` and `finished` are what the
     worker is told, sorted; a request first scheduled and then preempted has no row.
+    `handed_out` are the blocks taken from the pool for this step, in order, also for it.
     """
 
     step: int
     rows: tuple[Row, ...]
     preempted: tuple[RequestId, ...]
     finished: tuple[RequestId, ...]
+    handed_out: tuple[BlockId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,18 @@ class IdleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(self, name: str, layer: Any, metadata: Any, **options: Any) -> None: ...
 
     def wait_for_save(self) -> None: ...
+
+
+class NamesNewBlocks(KVCacheConfig):  # type: ignore[misc]
+    """A cache whose new blocks must be zeroed, as vLLM has for mixed precision.
+
+    vLLM then names in each step's output the blocks that it handed out for it, also those
+    of a request that it preempted again in the same call.
+    """
+
+    @property
+    def needs_kv_cache_zeroing(self) -> bool:
+        return True
 
 
 def _model_config(max_model_len: int) -> SimpleNamespace:
@@ -311,6 +325,7 @@ def _runner(config: EngineConfig, cache_config: Any) -> Any:
     runner.is_pooling_model = False
     runner.uses_mrope = False
     runner.use_async_spec_decode = False
+    runner._zero_block_ids = lambda block_ids: None  # there is no memory to zero
     return runner
 
 
@@ -345,7 +360,7 @@ class VllmEngine:
         try:
             _start_process_group()
             settings = _vllm_config(config)
-            cache_config = KVCacheConfig(
+            cache_config = NamesNewBlocks(
                 num_blocks=config.num_blocks,
                 kv_cache_tensors=[],
                 kv_cache_groups=[
@@ -435,6 +450,7 @@ class VllmEngine:
             rows=rows,
             preempted=preempted,
             finished=finished,
+            handed_out=tuple(output.new_block_ids_to_zero or ()),
         )
 
     def update(self, sampled: Mapping[RequestId, int]) -> Updated:

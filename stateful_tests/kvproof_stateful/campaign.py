@@ -1,0 +1,279 @@
+"""A campaign: seeded runs against one target until the budget ends."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from kvproof_spec.choices import KINDS, choices
+from kvproof_spec.judgement import Violation
+from kvproof_spec.state import ActionDisabled
+from kvproof_spec.trace import Header, Trace, dump_trace, write_trace
+
+from kvproof_stateful.coverage import Coverage, goals_of
+from kvproof_stateful.expectations import BadExpectations, KnownViolation
+from kvproof_stateful.plan import Asked, Pick, Plan, draw_scope, weights
+from kvproof_stateful.running import Judging, Run, perform_actions
+from kvproof_stateful.target import Target, TargetFailed, UnsupportedConfig
+
+RUN_LENGTH = 150
+"""Actions of a run before the target is reset: long enough for a pool to fill and turn over."""
+
+RULE_NEEDS: dict[str, frozenset[str]] = {
+    "I5": frozenset({"worker"}),
+    "R9": frozenset({"async", "preempt"}),
+}
+"""Features without which a claimed rule cannot be evaluated."""
+
+NEEDS_HITS = frozenset({"I6", "R5"})
+"""Rules about hits, of which there are none with prefix caching off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Judged actions, or seconds, whichever is given."""
+
+    actions: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One broken rule: its shrunk trace, and where it was saved."""
+
+    rule: str
+    trace: Trace
+    path: Path | None
+    found_after: int  # judged actions
+    found_in: int  # actions, before shrinking
+    seconds: float  # until it was found
+
+
+@dataclass
+class Result:
+    """What a campaign came to."""
+
+    coverage: Coverage = field(default_factory=Coverage)
+    found: list[Found] = field(default_factory=list)
+    again: dict[str, int] = field(default_factory=dict)  # further runs that broke a found rule
+    stale_expectations: list[str] = field(default_factory=list)
+    never_evaluated: list[str] = field(default_factory=list)
+    failure: str | None = None
+    interrupted: bool = False
+    seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        if self.interrupted:
+            return 130
+        if any(found.rule != "target failed" for found in self.found) or self.stale_expectations:
+            return 1
+        if self.failure or self.never_evaluated:
+            return 3
+        return 0
+
+
+Progress = Callable[[Result, float], None]
+
+
+@dataclass
+class Campaign:
+    """`target` is judged by `judging` on what `asked` leaves to the seed."""
+
+    target: Target
+    judging: Judging
+    asked: Asked
+    budget: Budget
+    seed: int = 0
+    known: tuple[KnownViolation, ...] = ()
+    out: Path | None = None
+    command: str = ""
+    action_seconds: float = 0
+    progress: Progress = lambda result, seconds: None
+
+    def run(self) -> Result:
+        """Run until the budget ends or is interrupted; what was found is kept either way."""
+        self.hello = self.target.hello()
+        self.result = Result()
+        self.started = time.monotonic()
+        try:
+            self._replay_known()
+            for number in count():
+                if self._spent():
+                    break
+                self._one_run(Random(f"{self.seed}/{number}"))
+        except KeyboardInterrupt:
+            self.result.interrupted = True
+        except TargetFailed as failure:
+            self.result.failure = str(failure)
+        self.result.seconds = time.monotonic() - self.started
+        self._require_claims()
+        return self.result
+
+    def _spent(self) -> bool:
+        seconds = time.monotonic() - self.started
+        self.progress(self.result, seconds)
+        if self.budget.actions is not None:
+            return self.result.coverage.lines >= self.budget.actions
+        return seconds >= (self.budget.seconds or 0)
+
+    def _replay_known(self) -> None:
+        for known in self.known:
+            if not known.versions.contains(self.hello.version, prereleases=True):
+                continue
+            trace = known.read()
+            actions = [line.action for line in trace.lines]
+            judging = Judging(trace.header.level, trace.header.without, self.judging.snapshots)
+            try:
+                run = perform_actions(self.target, judging, trace.header.config, actions)
+            except ActionDisabled as error:
+                raise BadExpectations(f"{known.trace}: {error}") from None
+            verdict = run.lines[-1].verdict if run.lines else None
+            if verdict is None or verdict.rule != known.rule:
+                self.result.stale_expectations.append(
+                    f"{known.rule} is expected of {self.hello.name} {self.hello.version} "
+                    f"({known.link}), but {known.trace.name} came out "
+                    f"{'clean' if verdict is None else 'as ' + str(verdict.rule)}: "
+                    "remove the expectation or narrow its versions"
+                )
+
+    def _one_run(self, rng: Random) -> None:
+        coverage = self.result.coverage
+        scope = draw_scope(rng, self.hello, self.asked)
+        weight = weights(rng)
+        features = sorted(scope.features)
+        picks: list[Pick] = []
+        reached: set[str] = set()
+        coverage.runs += 1
+        try:
+            run = Run(self.target, self.judging, scope.config, self.action_seconds)
+        except UnsupportedConfig as reason:
+            coverage.skipped[str(reason)] += 1
+            return
+        try:
+            for _ in range(self._run_length()):
+                enabled = list(choices(run.state, scope))
+                choice = rng.choices(enabled, [weight[c.kind] for c in enabled])[0]
+                parameters = tuple(int(rng.random() * len(d)) for d in choice.domains)
+                picks.append(Pick(KINDS.index(choice.kind), choice.request, parameters))
+                before = run.state
+                action = choice.action(parameters)
+                answer = run.step(action)
+                coverage.count(choice.kind, features, answer)
+                for goal in goals_of(before, action, answer):
+                    coverage.goals[goal] += 1
+                    reached.add(goal)
+        except UnsupportedConfig as reason:
+            coverage.skipped[str(reason)] += 1
+        except (Violation, TargetFailed):
+            coverage.lines += 1
+            self._broken(run, Plan(scope, tuple(picks)), reached)
+        finally:
+            coverage.evaluate(run.oracle.evaluated)
+
+    def _run_length(self) -> int:
+        if self.budget.actions is None:
+            return RUN_LENGTH
+        return min(RUN_LENGTH, self.budget.actions - self.result.coverage.lines)
+
+    def _broken(self, run: Run, plan: Plan, reached: set[str]) -> None:
+        verdict = run.lines[-1].verdict
+        assert verdict is not None and verdict.rule is not None
+        rule = verdict.rule
+        last = run.lines[-1]
+        if last.answer is not None:
+            reached = reached | set(goals_of(run.state, last.action, last.answer))
+        if any(known.covers(rule, self.hello.version, reached) for known in self.known):
+            self.result.coverage.known[rule] += 1
+        elif rule in {found.rule for found in self.result.found}:
+            self.result.again[rule] = self.result.again.get(rule, 0) + 1
+        else:
+            self._keep(rule, run, plan)
+
+    def _keep(self, rule: str, run: Run, plan: Plan) -> None:
+        from kvproof_stateful.shrinking import shrink
+
+        after, seconds = self.result.coverage.lines, time.monotonic() - self.started
+        long = len(run.lines)
+        try:
+            _, run = shrink(self.target, self.judging, plan, rule)
+        except TargetFailed:
+            pass  # the target no longer even resets: the long run is what there is
+        trace = self._trace(run)
+        path = None
+        if self.out is not None:
+            path = self.out / f"{rule.replace(' ', '-')}-{digest(trace)}.ndjson"
+            write_trace(path, trace)
+        self.result.found.append(Found(rule, trace, path, after, long, seconds))
+        if rule == "target failed":
+            verdict = run.lines[-1].verdict
+            raise TargetFailed(verdict.witness if verdict else "for no known reason")
+
+    def _trace(self, run: Run) -> Trace:
+        header = Header(
+            config=run.config,
+            target=self.hello.name,
+            target_version=self.hello.version,
+            level=self.judging.level,
+            without=self.judging.without,
+            seed=self.seed,
+            command=self.command,
+        )
+        return Trace(header, tuple(run.lines))
+
+    def _require_claims(self) -> None:
+        if self.result.interrupted or self.result.failure or self.result.found:
+            return
+        judged = {rule.id for rule in self.judging.rules()}
+        features = self.asked.features
+        for rule in self.result.coverage.never_evaluated(self.hello.claims):
+            needs = RULE_NEEDS.get(rule, frozenset())
+            offered = self.hello.features if features is None else features
+            no_hits = rule in NEEDS_HITS and features is not None and "uncached" in features
+            if rule in judged and needs <= offered and not no_hits:
+                self.result.never_evaluated.append(rule)
+
+    def to_json(self) -> dict[str, Any]:
+        """The machine-readable report."""
+        result = self.result
+        return {
+            "target": self.hello.name,
+            "version": self.hello.version,
+            "level": self.judging.level,
+            "without": list(self.judging.without),
+            "seed": self.seed,
+            "command": self.command,
+            "exit_code": result.exit_code,
+            "seconds": round(result.seconds, 3),
+            "judged_actions": result.coverage.lines,
+            "violations": [
+                {
+                    "rule": found.rule,
+                    "witness": (found.trace.verdict.witness if found.trace.verdict else ""),
+                    "also": list(found.trace.verdict.also) if found.trace.verdict else [],
+                    "trace": str(found.path) if found.path else None,
+                    "trace_actions": len(found.trace.lines),
+                    "found_after_actions": found.found_after,
+                    "found_after_seconds": round(found.seconds, 3),
+                    "again": result.again.get(found.rule, 0),
+                }
+                for found in result.found
+            ],
+            "stale_expectations": result.stale_expectations,
+            "never_evaluated": result.never_evaluated,
+            "failure": result.failure,
+            "interrupted": result.interrupted,
+            "coverage": result.coverage.to_json(),
+        }
+
+
+def digest(trace: Trace) -> str:
+    """Eight hex digits that name a trace by its bytes."""
+    text = "\n".join(dump_trace(trace))
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,0 +1,173 @@
+"""What a campaign has covered: actions by feature, goals reached, rules by evidence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvproof_spec.actions import (
+    Action,
+    Allocate,
+    CompleteLoad,
+    CompleteStep,
+    Issue,
+    Lookup,
+    Release,
+)
+from kvproof_spec.answers import Answer, Forgotten, Granted, Hit, Refused, Scheduled
+from kvproof_spec.derived import has_stale_rows
+from kvproof_spec.state import State
+
+GOALS: dict[str, str] = {
+    "hit": "a lookup found a prefix",
+    "hit of a step in flight": "a hit while a step is in flight",
+    "refused": "an allocation did not fit",
+    "two steps in flight": "a step was issued while another was in flight",
+    "preempted": "a request was preempted",
+    "unissued": "a request left between its allocation and the issue of its step",
+    "resumed": "a preempted request was admitted again",
+    "resumed with a hit": "a preempted request was admitted again, from a hit",
+    "stale output": "a step returned to a request that had been preempted",
+    "outlived": "a step returned for a request that had left",
+    "draft rejected": "a step returned fewer drafts than it was given",
+    "load": "an unordered load was delivered",
+    "load failed": "an unordered load failed",
+    "load failed half way": "an unordered load failed after its first blocks",
+    "forget refused": "forgetting everything was refused",
+}
+
+
+@dataclass
+class Coverage:
+    """Counts of one campaign; `merge` adds another worker's."""
+
+    runs: int = 0
+    lines: int = 0
+    done: Counter[tuple[str, str]] = field(default_factory=Counter)  # (choice, feature)
+    refused: Counter[tuple[str, str]] = field(default_factory=Counter)
+    total_done: Counter[str] = field(default_factory=Counter)  # by choice
+    total_refused: Counter[str] = field(default_factory=Counter)
+    goals: Counter[str] = field(default_factory=Counter)
+    evaluated: Counter[tuple[str, str]] = field(default_factory=Counter)  # (rule, evidence)
+    skipped: Counter[str] = field(default_factory=Counter)  # by reason
+    known: Counter[str] = field(default_factory=Counter)  # expected violations, by rule
+
+    def count(self, kind: str, features: Iterable[str], answer: Answer) -> None:
+        refused = isinstance(answer, Refused) or answer == Forgotten(False)
+        by_feature = self.refused if refused else self.done
+        (self.total_refused if refused else self.total_done)[kind] += 1
+        for feature in features:
+            by_feature[kind, feature] += 1
+        self.lines += 1
+
+    def reach(self, before: State, action: Action, answer: Answer) -> None:
+        for goal in goals_of(before, action, answer):
+            self.goals[goal] += 1
+
+    def evaluate(self, evaluated: dict[Any, int]) -> None:
+        self.evaluated.update(evaluated)
+
+    def merge(self, other: Coverage) -> None:
+        self.runs += other.runs
+        self.lines += other.lines
+        for name, counts in vars(other).items():
+            if isinstance(counts, Counter):
+                getattr(self, name).update(counts)
+
+    def never_evaluated(self, claims: Iterable[str]) -> list[str]:
+        held = {rule for rule, _ in self.evaluated}
+        return [rule for rule in claims if rule not in held]
+
+    def to_json(self) -> dict[str, Any]:
+        features = sorted({feature for _, feature in self.done | self.refused})
+        kinds = sorted({kind for kind, _ in self.done | self.refused})
+        return {
+            "runs": self.runs,
+            "lines": self.lines,
+            "actions": {
+                kind: {"done": self.total_done[kind], "refused": self.total_refused[kind]}
+                for kind in kinds
+            },
+            "by_feature": {
+                feature: {
+                    kind: {"done": self.done[kind, feature], "refused": self.refused[kind, feature]}
+                    for kind in kinds
+                }
+                for feature in features
+            },
+            "goals": {goal: self.goals[goal] for goal in GOALS},
+            "evaluated": {
+                rule: {e: count for (r, e), count in sorted(self.evaluated.items()) if r == rule}
+                for rule in sorted({rule for rule, _ in self.evaluated})
+            },
+            "skipped": dict(sorted(self.skipped.items())),
+            "known_violations": dict(sorted(self.known.items())),
+        }
+
+
+def goals_of(before: State, action: Action, answer: Answer) -> list[str]:
+    """The goals that this answer reaches."""
+    match action, answer:
+        case Lookup(), Hit() if answer.tokens:
+            return ["hit", *(["hit of a step in flight"] if before.steps else [])]
+        case Allocate(), Refused():
+            return ["refused"]
+        case Allocate(), Granted():
+            return _goals_of_a_grant(before, action)
+        case Release(reason="preempt"), _:
+            left = before.find(action.request)
+            return ["preempted", *(["unissued"] if left.scheduled else [])]
+        case Release(), _ if before.find(action.request).scheduled:
+            return ["unissued"]
+        case Issue(), Scheduled():
+            return _goals_of_a_schedule(before, answer)
+        case Issue(), _:
+            return ["two steps in flight"] if before.steps else []
+        case CompleteStep(), _:
+            return _goals_of_a_return(before, action)
+        case CompleteLoad(), _:
+            load = before.find(action.request).load or (0, 0)
+            if action.tokens == load[1]:
+                return ["load"]
+            return ["load failed half way" if action.tokens else "load failed"]
+        case _, Forgotten(done=False):
+            return ["forget refused"]
+        case _:
+            return []
+
+
+def _goals_of_a_grant(before: State, action: Allocate) -> list[str]:
+    request = before.find(action.request)
+    if request.status != "preempted":
+        return []
+    return ["resumed", *(["resumed with a hit"] if before.hit and before.hit.tokens else [])]
+
+
+def _goals_of_a_schedule(before: State, answer: Scheduled) -> list[str]:
+    goals = ["two steps in flight"] if before.steps else []
+    goals += ["preempted"] * len(answer.preempted)
+    goals += ["unissued"] if answer.unissued else []
+    for row in answer.rows:
+        if row.admitted and row.start:
+            goals.append("hit")
+        request = before.get(row.request)
+        if row.admitted and request is not None and request.status == "preempted":
+            goals += ["resumed"] + (["resumed with a hit"] if row.start else [])
+    return goals
+
+
+def _goals_of_a_return(before: State, action: CompleteStep) -> list[str]:
+    goals = []
+    for request in before.requests:
+        if has_stale_rows(before, request):
+            goals.append("stale output")
+    drafted = {row.request: len(row.drafts) for row in before.steps[0].rows}
+    for output in action.outputs:
+        if before.get(output.request) is None:
+            goals.append("outlived")
+        if output.accepted < drafted[output.request]:
+            goals.append("draft rejected")
+    return goals
+

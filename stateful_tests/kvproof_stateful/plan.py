@@ -1,0 +1,205 @@
+"""A run as data: a scope, and picks among its choices.  Drawn from a seed, replayed, shrunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from kvproof_spec.choices import KINDS, Choice, Scope
+from kvproof_spec.config import Config, Group, Scheduling
+
+from kvproof_stateful.target import Hello
+
+GROUPS: tuple[tuple[Group, ...], ...] = (
+    (Group("full", 4),),
+    (Group("sliding", 4, 8),),
+    (Group("full", 4), Group("sliding", 4, 8)),
+    (Group("full", 2), Group("sliding", 2, 3)),
+    (Group("full", 4), Group("sliding", 4, 32)),
+)
+"""The groups of a campaign that is given none, one of them a run."""
+
+SAMPLES = (1, 2, 3)
+"""Token ids that a step may sample; prompts are made of them too, so that they meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """One choice by numbers: its kind, its request, and an index into each domain."""
+
+    kind: int
+    request: int
+    parameters: tuple[int, ...]
+
+    def find(self, choices: Sequence[Choice]) -> Choice | None:
+        """The choice meant, if it is enabled."""
+        kind = KINDS[self.kind]
+        for choice in choices:
+            if choice.kind == kind and choice.request == self.request:
+                return choice
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything a run is made of."""
+
+    scope: Scope
+    picks: tuple[Pick, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a campaign was asked to draw from: None leaves it to the seed."""
+
+    groups: tuple[Group, ...] | None = None
+    num_blocks: int | None = None
+    features: frozenset[str] | None = None
+    excluded: frozenset[str] = frozenset()
+    strict: bool = False
+
+
+class ImpossibleConfig(ValueError):
+    """What was asked for cannot be; the message says why and what can."""
+
+
+def draw_scope(rng: Random, hello: Hello, asked: Asked) -> Scope:
+    """A scope within what the target declares and the campaign asks for."""
+    groups = asked.groups or rng.choice(possible_groups(hello, asked))
+    features = draw_features(rng, hello, asked, groups)
+    boundary = max(group.block_size for group in groups)
+    max_requests = rng.randint(2, 5) if not hello.observed else rng.randint(3, 9)
+    prompts = draw_prompts(rng, boundary)
+    config = Config(
+        groups=groups,
+        num_blocks=asked.num_blocks or draw_pool(rng, groups, prompts),
+        caching="uncached" not in features,
+        max_model_len=128,
+        defers_returns={"async", "external"} <= features or rng.random() < 0.3,
+        ordering="strict" if asked.strict else "stream",
+    )
+    if asked.strict:
+        config = replace(config, defers_returns=True)
+    if hello.observed:
+        config = with_scheduling(rng, config, features)
+    return Scope(
+        config=config,
+        features=features,
+        prompts=prompts,
+        samples=SAMPLES,
+        max_requests=max_requests,
+        chunk=rng.choice((4, 8, 16)),
+        max_request_tokens=48,
+        priorities=(0, 1, 9) if hello.observed else (0,),
+        max_sampled=(2, 4, 12) if hello.observed else (None,),
+    )
+
+
+def possible_groups(hello: Hello, asked: Asked) -> list[tuple[Group, ...]]:
+    wanted = hello.features if asked.features is None else asked.features
+    kinds = {kind for kind in ("full", "sliding") if kind in wanted} or {"full"}
+    fitting = [groups for groups in GROUPS if {group.kind for group in groups} <= kinds]
+    if asked.features is not None:
+        fitting = [groups for groups in fitting if {group.kind for group in groups} == kinds]
+    return fitting
+
+
+def draw_features(
+    rng: Random, hello: Hello, asked: Asked, groups: tuple[Group, ...]
+) -> frozenset[str]:
+    """The group kinds, and the features asked for; else each with its own chance."""
+    kinds = frozenset(group.kind for group in groups)
+    if asked.features is not None:
+        return (asked.features - {"full", "sliding"}) | kinds
+    optional = sorted(hello.features - {"full", "sliding"} - asked.excluded)
+    chance = {"uncached": 0.12, "worker": 0.9}
+    drawn = {feature for feature in optional if rng.random() < chance.get(feature, 0.75)}
+    return kinds | drawn
+
+
+def draw_prompts(rng: Random, boundary: int) -> tuple[tuple[int, ...], ...]:
+    """A few families of prompts with common prefixes, on both sides of block borders."""
+    prompts = []
+    for _ in range(2):
+        trunk = [rng.choice(SAMPLES) for _ in range(10 * boundary)]
+        for _ in range(3):
+            length = rng.randint(1, rng.choice((2, 4, 10))) * boundary + rng.randint(-1, 2)
+            cut = rng.randint(0, length)
+            tail = [rng.choice(SAMPLES) for _ in range(length - cut)]
+            prompts.append(tuple(trunk[:cut] + tail)[: 10 * boundary])
+    return tuple(prompt or (1,) for prompt in prompts)
+
+
+def draw_pool(rng: Random, groups: tuple[Group, ...], prompts: Sequence[Sequence[int]]) -> int:
+    """Blocks with the null block: from one long request's need to plenty; mostly scarce."""
+    longest = max(len(prompt) for prompt in prompts)
+    one = sum(group.blocks_for(longest) for group in groups)
+    return 2 + rng.choice((one // 2, one, one, one + 1, one * 3 // 2, one * 3))
+
+
+def with_scheduling(rng: Random, config: Config, features: frozenset[str]) -> Config:
+    asynchronous = "async" in features
+    scheduling = Scheduling(
+        policy=rng.choice(("fcfs", "priority", "priority")),
+        asynchronous=asynchronous,
+        max_num_seqs=rng.choice((4, 8)),
+        max_num_batched_tokens=rng.choice((8, 16, 32, 64)),
+        long_prefill_token_threshold=rng.choice((0, 4, 8, 8)),
+        whole_sequence_check=rng.random() < 0.3,
+        stop_token=rng.choice((None, SAMPLES[0])),
+    )
+    return replace(
+        config,
+        scheduling=scheduling,
+        defers_returns=asynchronous and rng.random() < 0.2,
+    )
+
+
+def parse_groups(text: str) -> tuple[Group, ...]:
+    """`full:4,sliding:4:32`: kind, block size and, for a window, its length, in tokens."""
+    groups = []
+    for part in text.split(","):
+        kind, *numbers = part.strip().split(":")
+        try:
+            sizes = [int(number) for number in numbers]
+        except ValueError:
+            sizes = []
+        if kind == "full" and len(sizes) == 1 and sizes[0] > 0:
+            groups.append(Group("full", sizes[0]))
+        elif kind == "sliding" and len(sizes) == 2 and min(sizes) > 0:
+            groups.append(Group("sliding", sizes[0], sizes[1]))
+        else:
+            raise ImpossibleConfig(
+                f"no group {part!r}: full:BLOCK_SIZE or sliding:BLOCK_SIZE:WINDOW is expected"
+            )
+    return tuple(groups)
+
+
+def weights(rng: Random) -> dict[str, float]:
+    """How often each kind of choice is taken in a run: as usual, or (swarm) off balance."""
+    if rng.random() < 0.5:
+        return dict(WEIGHTS)
+    return {kind: weight * rng.choice((0.1, 0.5, 1, 4)) for kind, weight in WEIGHTS.items()}
+
+
+WEIGHTS: dict[str, float] = {
+    "submit": 3,
+    "lookup": 3,
+    "admit": 40,
+    "admit external": 8,
+    "load": 25,
+    "extend": 6,
+    "draft": 2.5,
+    "issue": 5,
+    "complete step": 5,
+    "complete load": 2,
+    "publish": 0.6,
+    "trim": 0.5,
+    "finish": 1,
+    "preempt": 0.5,
+    "abort": 0.25,
+    "leave unissued": 0.3,
+    "forget blocks": 0.2,
+    "forget everything": 0.25,
+}

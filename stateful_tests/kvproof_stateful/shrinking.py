@@ -1,0 +1,155 @@
+"""Shrinking: Hypothesis over a run's numbers, from the run that failed.
+
+A plan is written as the sequence of numbers that a strategy draws for it, saved as that
+strategy's known example, and Hypothesis does what it does best: delete and lower numbers
+while the same rule breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import SkipTest
+
+import hypothesis.core
+from hypothesis import HealthCheck, Phase, Verbosity, find, settings
+from hypothesis import strategies as st
+from hypothesis.database import InMemoryExampleDatabase, choices_to_bytes
+from hypothesis.errors import HypothesisException
+
+from kvproof_spec.choices import KINDS, Scope
+
+from kvproof_stateful.plan import Pick, Plan
+from kvproof_stateful.running import Judging, Run, perform_plan
+from kvproof_stateful.target import Target, UnsupportedConfig
+
+MOST_PARAMETERS = 12
+LARGEST_PARAMETER = 120
+KEY = b"kvproof"
+
+
+def shrink(
+    target: Target, judging: Judging, plan: Plan, rule: str, attempts: int = 3000
+) -> tuple[Plan, Run]:
+    """A smallest plan found that breaks `rule`, and its run; the first one if none is smaller.
+
+    Deterministic for a deterministic target; at most `attempts` runs.
+    """
+    best = plan, perform_plan(target, judging, plan)
+    tried = 0
+
+    def breaks(candidate: Plan) -> bool:
+        nonlocal best, tried
+        tried += 1
+        if tried > attempts:
+            return False
+        try:
+            run = perform_plan(target, judging, candidate)
+        except UnsupportedConfig:
+            return False
+        verdict = run.lines[-1].verdict if run.lines else None
+        if verdict is None or verdict.rule != rule:
+            return False
+        if size(candidate, run) < size(*best):
+            best = candidate, run
+        return True
+
+    minimize(plan, breaks)
+    return best
+
+
+def size(plan: Plan, run: Run) -> tuple[int, int, int]:
+    """What is smaller is easier to read: fewer actions, then shorter prompts, fewer blocks."""
+    config = plan.scope.config
+    used = sum(len(getattr(line.action, "symbols", ())) for line in run.lines)
+    return len(run.lines), used, config.num_blocks
+
+
+def minimize(plan: Plan, breaks: Callable[[Plan], bool]) -> None:
+    """Let Hypothesis call `breaks` with ever smaller plans."""
+    database = InMemoryExampleDatabase()
+    # One number too many: Hypothesis takes an example that it reads back exactly for one
+    # that it has shrunk before, and would leave it as it is.
+    database.save(KEY, choices_to_bytes([*numbers_of(plan), 0]))
+    limits = settings(
+        database=database,
+        phases=[Phase.reuse, Phase.shrink],
+        deadline=None,
+        verbosity=Verbosity.quiet,
+        suppress_health_check=list(HealthCheck),
+    )
+    with seeded():
+        try:
+            find(plans(plan.scope), breaks, settings=limits, database_key=KEY)
+        except (HypothesisException, SkipTest):
+            pass  # the attempts are used up, and the best plan so far stands
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Make Hypothesis repeatable; `hypothesis.seed` would also take away its database."""
+    before = hypothesis.core.global_force_seed
+    hypothesis.core.global_force_seed = 0
+    try:
+        yield
+    finally:
+        hypothesis.core.global_force_seed = before
+
+
+@st.composite
+def plans(draw: Any, scope: Scope) -> Plan:
+    """Plans within `scope`, with a smaller pool, shorter prompts and other picks."""
+    num_blocks = 2 + draw(st.integers(0, scope.config.num_blocks - 2))
+    config = replace(scope.config, num_blocks=num_blocks)
+    prompts = tuple(draw(prompt(scope, len(original))) for original in scope.prompts)
+    picks = []
+    while True:
+        pick = draw(maybe_pick())
+        if pick is None:
+            break
+        picks.append(pick)
+    return Plan(replace(scope, config=config, prompts=prompts), tuple(picks))
+
+
+@st.composite
+def prompt(draw: Any, scope: Scope, longest: int) -> tuple[int, ...]:
+    symbols = [scope.samples[draw(st.integers(0, len(scope.samples) - 1))]]
+    while len(symbols) < longest and draw(st.booleans()):
+        symbols.append(scope.samples[draw(st.integers(0, len(scope.samples) - 1))])
+    return tuple(symbols)
+
+
+@st.composite
+def maybe_pick(draw: Any) -> Pick | None:
+    if not draw(st.booleans()):
+        return None
+    kind = draw(st.integers(0, len(KINDS) - 1))
+    request = draw(st.integers(0, LARGEST_PARAMETER))
+    parameters = []
+    while len(parameters) < MOST_PARAMETERS and draw(st.booleans()):
+        parameters.append(draw(st.integers(0, LARGEST_PARAMETER)))
+    return Pick(kind, request, tuple(parameters))
+
+
+def numbers_of(plan: Plan) -> Iterator[int | bool]:
+    """What `plans` draws for this plan, in its order."""
+    scope = plan.scope
+    yield scope.config.num_blocks - 2
+    for symbols in scope.prompts:
+        for position, symbol in enumerate(symbols):
+            if position:
+                yield True
+            yield scope.samples.index(symbol)
+        # a prompt of full length ends by itself
+    for pick in plan.picks:
+        yield True
+        yield pick.kind
+        yield min(pick.request, LARGEST_PARAMETER)
+        for parameter in pick.parameters[:MOST_PARAMETERS]:
+            yield True
+            yield min(parameter, LARGEST_PARAMETER)
+        if len(pick.parameters) < MOST_PARAMETERS:
+            yield False
+    yield False
