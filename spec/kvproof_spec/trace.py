@@ -60,6 +60,8 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
+    """A header and its lines, in the order in which they happened."""
+
     header: Header
     lines: tuple[Line, ...] = field(default=())
 

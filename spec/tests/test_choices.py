@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations_with_replacement, product
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -36,19 +37,15 @@ from kvproof_spec.answers import (
     Answer,
     Done,
     Forgotten,
-    Granted,
     Hit,
     Issued,
     Refused,
-    Returned,
     SentRow,
-    Trimmed,
 )
 from kvproof_spec.choices import FEATURES, KINDS, Choice, Scope, choices
 from kvproof_spec.config import Config, Group
+from kvproof_spec.judgement import Rule, Violation
 from kvproof_spec.oracle import Oracle, rules_of
-from kvproof_spec.judgement import Rule
-from kvproof_spec.invariants import RULES
 from kvproof_spec.pages import NULL_BLOCK
 from kvproof_spec.policies import POLICIES
 from kvproof_spec.policies.vllm import VllmPolicy
@@ -104,7 +101,9 @@ def chosen(state: State, scope: Scope) -> Iterator[Action]:
         yield from choice.actions()
 
 
-def explore(start: State, scope: Scope, actions: Actions, inside: Inside, rules: Sequence[Rule]=()) -> set[Node]:
+def explore(
+    start: State, scope: Scope, actions: Actions, inside: Inside, rules: Sequence[Rule] = ()
+) -> set[Node]:
     """All states that can be reached without leaving `inside`, each with the policy's memory."""
     policy = VllmPolicy(scope.config)
     seen: set[Node] = {(start, memory_of(policy))}
@@ -130,7 +129,7 @@ def explore(start: State, scope: Scope, actions: Actions, inside: Inside, rules:
 
 # The brute-force enumerator
 
-SMALL = range(4)
+SMALL = range(5)
 """Numbers that an action of the small scopes may name: requests, steps, blocks, tokens."""
 
 
@@ -240,7 +239,7 @@ def allocation_may_be_asked(state: State, scope: Scope, action: Allocate) -> boo
         if row.request == request.id and row.admission == request.admission
     ]
     coming = len(request.content) + sum(row.samples for row in rows)
-    if rows and "async" not in scope.features or coming >= scope.max_request_tokens:
+    if (rows and "async" not in scope.features) or coming >= scope.max_request_tokens:
         return False
     if action.drafts:
         one_left = coming - request.computed == 1
@@ -261,18 +260,350 @@ def release_may_be_asked(state: State, scope: Scope, action: Release) -> bool:
 
 # Small scopes that are explored to the end
 
-ONE = Config((Group("full", 2),), num_blocks=4)
+
+@dataclass(frozen=True, slots=True)
+class Small:
+    """A scope, and how far it is followed; the whole of it is `states` states.
+
+    `without` are the rules that the policy breaks in it.
+    """
+
+    name: str
+    scope: Scope
+    states: int
+    issued: int
+    submitted: int = 2
+    preempted: int = 0  # times, a request
+    without: tuple[str, ...] = ()
+
+    def holds(self, state: State) -> bool:
+        return (
+            state.submitted <= self.submitted
+            and state.issued <= self.issued
+            and all(request.admission <= self.preempted for request in state.requests)
+        )
+
+
+FULL = Config((Group("full", 2),), num_blocks=4)
 BOTH = Config((Group("full", 2), Group("sliding", 2, 2)), num_blocks=5)
-TWO_REQUESTS = Scope(
-    BOTH,
-    frozenset(["full", "sliding", "preempt", "abort", "async", "unissued"]),
-    prompts=((0, 0, 0),),
-    samples=(0,),
-    max_requests=2,
-    chunk=2,
-    max_request_tokens=4,
-    lookahead=1,
-    headroom=0,
+
+
+def small_scope(config: Config, features: str, prompt: int, **more: Any) -> Scope:
+    """One prompt of so many equal tokens, one symbol to sample, nothing ahead."""
+    given: dict[str, Any] = {
+        "samples": (0,),
+        "max_requests": 2,
+        "chunk": 3,
+        "max_request_tokens": 3,
+        "lookahead": 0,
+        "headroom": 0,
+    }
+    prompts = ((0,) * prompt,)
+    return Scope(config, frozenset(features.split()), prompts, **{**given, **more})
+
+
+SMALL_SCOPES = (
+    Small(
+        "two requests in a full attention and a window group",
+        small_scope(BOTH, "full sliding preempt abort async trim", 3),
+        states=0,
+        issued=2,
+        preempted=1,
+    ),
+    Small(
+        "loads into both groups",
+        small_scope(BOTH, "full sliding external abort", 3),
+        states=2433,
+        issued=1,
+        preempted=1,
+    ),
+    Small(
+        "loads that fail half way",
+        small_scope(FULL, "full external abort", 3),
+        states=2079,
+        issued=2,
+        preempted=1,
+    ),
+    Small(
+        "drafts and slots ahead",
+        small_scope(
+            FULL,
+            "full lookahead publish trim",
+            2,
+            samples=(0, 1),
+            max_request_tokens=4,
+            lookahead=1,
+            headroom=1,
+        ),
+        states=262,
+        issued=3,
+        submitted=1,
+    ),
+    Small(
+        "forgetting",
+        small_scope(FULL, "full forget abort", 2, samples=(0, 1)),
+        states=1170,
+        issued=2,
+    ),
+    Small(
+        "leaving before the step is issued",
+        small_scope(BOTH, "full sliding abort unissued", 3),
+        states=0,
+        issued=1,
+        without=("I2", "R5"),  # the key stays behind
+    ),
 )
-LOADS = replace(TWO_REQUESTS, features=frozenset(["full", "sliding", "external", "abort", "preempt"]))
-EXTRAS = replace(TWO_REQUESTS, config=ONE, features=frozenset(["full", "external", "lookahead", "publish", "trim", "forget","abort"]), samples=(0,1), headroom=1, max_request_tokens=4,chunk=3,max_requests=1)
+
+
+@pytest.mark.parametrize("small", SMALL_SCOPES, ids=lambda small: small.name)
+def test_a_small_scope_is_explored_as_an_enumerator_does_that_knows_no_choices(
+    small: Small,
+) -> None:
+    start = initial_state(small.scope.config)
+    rules = rules_of("contract", small.without)
+    by_choices = explore(start, small.scope, chosen, small.holds, rules)
+    by_brute_force = explore(start, small.scope, every_action, small.holds)
+    assert by_choices == by_brute_force
+    assert len(by_choices) == small.states
+
+
+def test_the_enumerator_would_notice_a_missing_choice() -> None:
+    small = next(small for small in SMALL_SCOPES if small.name == "drafts and slots ahead")
+    start = initial_state(small.scope.config)
+
+    def without_drafts(state: State, scope: Scope) -> Iterator[Action]:
+        for action in chosen(state, scope):
+            if not (isinstance(action, Allocate) and action.drafts):
+                yield action
+
+    fewer = explore(start, small.scope, without_drafts, small.holds)
+    assert fewer < explore(start, small.scope, every_action, small.holds)
+
+
+# Random walks
+
+ALL_BUT = frozenset(FEATURES) - {"uncached", "unissued"}
+PROMPTS = ((0, 0, 1), (0, 0, 1, 1, 0), (0, 1, 0, 0, 1, 1, 1, 0), (1,))
+
+
+def walked(config: Config, features: frozenset[str]) -> Scope:
+    return Scope(config, features, PROMPTS, chunk=5, max_request_tokens=14)
+
+
+ROOMY = Config((Group("full", 2), Group("sliding", 2, 3)), num_blocks=14)
+WALKS = {
+    "full": walked(Config((Group("full", 2),), num_blocks=8), ALL_BUT),
+    "sliding": walked(Config((Group("sliding", 2, 4),), num_blocks=8), ALL_BUT),
+    "both": walked(ROOMY, ALL_BUT),
+    "mixed sizes": walked(
+        Config((Group("full", 4), Group("sliding", 2, 5)), num_blocks=14), ALL_BUT
+    ),
+    "deferred returns": walked(replace(ROOMY, defers_returns=True), ALL_BUT),
+    "one step at a time": walked(ROOMY, ALL_BUT - {"async"}),
+    "caching off": walked(replace(ROOMY, caching=False), ALL_BUT | {"uncached"}),
+}
+STEPS = 120  # a walk
+SEEDS = range(12)
+
+HURRY = {"lookup": 4, "admit": 6, "extend": 4, "issue": 6, "complete step": 4, "complete load": 3}
+"""Weights by kind; 1 for the rest, so that requests come far enough to matter."""
+
+
+@dataclass(slots=True)
+class Walk:
+    """One random run of the spec, answered by the policy and judged against it."""
+
+    scope: Scope
+    seed: int
+    goals: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    actions: list[Action] = field(default_factory=list)
+
+    def run(self, without: tuple[str, ...] = ()) -> Walk:
+        random = Random(self.seed)
+        policy, judge = VllmPolicy(self.scope.config), VllmPolicy(self.scope.config)
+        oracle = Oracle(self.scope.config, rules_of("contract", without), judge)
+        for _ in range(STEPS):
+            enabled = list(choices(oracle.state, self.scope))
+            for choice in enabled:
+                self._pick(choice, random).check(oracle.state)
+                choice.action().check(oracle.state)
+            weights = [HURRY.get(choice.kind, 1) for choice in enabled]
+            choice = random.choices(enabled, weights)[0]
+            self.kinds[choice.kind] += 1
+            self._step(oracle, policy, self._pick(choice, random))
+        self._drain(oracle, policy)
+        return self
+
+    @staticmethod
+    def _pick(choice: Choice, random: Random) -> Action:
+        return choice.action([random.randrange(len(domain)) for domain in choice.domains])
+
+    def _step(self, oracle: Oracle, policy: VllmPolicy, action: Action) -> None:
+        before = oracle.state
+        answer = answer_of(policy, before, action)
+        oracle.step(action, answer, policy.snapshot())
+        self.actions.append(action)
+        self.goals.update(goals_of(before, action, answer, oracle.state))
+
+    def _drain(self, oracle: Oracle, policy: VllmPolicy) -> None:
+        """Whatever is under way returns, then everybody leaves."""
+        while oracle.state.steps:
+            step = oracle.state.steps[0]
+            outputs = tuple(Output(row.request, 0) for row in step.rows if row.samples)
+            self._step(oracle, policy, CompleteStep(step.id, outputs))
+        for request in oracle.state.requests:
+            if request.status == "loading":
+                self._step(oracle, policy, CompleteLoad(request.id, 0))
+            self._step(oracle, policy, Release(request.id, "abort"))
+        normal = range(1, self.scope.config.num_blocks)
+        if sorted(policy.snapshot().free_order) == list(normal):
+            self.goals["everything is free again"] += 1
+
+
+GOALS = (
+    "an allocation is refused",
+    "a refusal gives back what left the window",
+    "a request starts from a hit",
+    "a request starts from a hit on what the same step will write",
+    "a preempted request resumes with a hit",
+    "two steps are in flight",
+    "a step returns for a request that was preempted",
+    "a step returns for a request that has left",
+    "blocks are kept back for steps in flight",
+    "a load fails",
+    "a load fails half way",
+    "a load succeeds",
+    "a draft is rejected",
+    "a draft is accepted",
+    "a block that left the window is given back",
+    "everything is forgotten",
+    "forgetting everything is refused",
+    "everything is free again",
+)
+
+
+def goals_of(before: State, action: Action, answer: Answer, after: State) -> Iterator[str]:
+    match action:
+        case Allocate():
+            yield from goals_of_allocation(before, action, answer, after)
+        case Trim():
+            if before.find(action.request).tables != after.find(action.request).tables:
+                yield "a block that left the window is given back"
+        case CompleteStep():
+            yield from goals_of_step(before, action)
+        case CompleteLoad():
+            load = before.find(action.request).load
+            asked = load[1] if load else 0
+            failed = "a load fails half way" if action.tokens else "a load fails"
+            yield "a load succeeds" if action.tokens == asked else failed
+        case Forget(None):
+            assert isinstance(answer, Forgotten)
+            yield "everything is forgotten" if answer.done else "forgetting everything is refused"
+    if len(after.steps) == 2:
+        yield "two steps are in flight"
+    if after.deferred:
+        yield "blocks are kept back for steps in flight"
+
+
+def goals_of_allocation(
+    before: State, action: Allocate, answer: Answer, after: State
+) -> Iterator[str]:
+    request, later = before.find(action.request), after.find(action.request)
+    if isinstance(answer, Refused):
+        yield "an allocation is refused"
+        if request.tables != later.tables:
+            yield "a refusal gives back what left the window"
+    elif request.status != "running" and before.hit is not None and before.hit.tokens:
+        yield "a request starts from a hit"
+        if request.status == "preempted":
+            yield "a preempted request resumes with a hit"
+        blocks = {block for table in before.hit.tables for block in table} - {NULL_BLOCK}
+        unwritten = {block for block in blocks if before.memory[block] is None}
+        if unwritten and not before.steps:
+            yield "a request starts from a hit on what the same step will write"
+
+
+def goals_of_step(before: State, action: CompleteStep) -> Iterator[str]:
+    accepted = {output.request: output.accepted for output in action.outputs}
+    for row in before.steps[0].rows:
+        request = before.get(row.request)
+        if request is None:
+            yield "a step returns for a request that has left"
+        elif request.admission != row.admission:
+            yield "a step returns for a request that was preempted"
+        if row.drafts:
+            rejected = accepted[row.request] < len(row.drafts)
+            yield "a draft is rejected" if rejected else "a draft is accepted"
+
+
+@pytest.fixture(scope="module")
+def walks() -> list[Walk]:
+    return [Walk(scope, seed).run() for scope in WALKS.values() for seed in SEEDS]
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_random_walks_get_there(walks: list[Walk], goal: str) -> None:
+    assert sum(walk.goals[goal] for walk in walks), f"never: {goal}"
+
+
+def test_random_walks_reach_no_goal_that_is_not_listed(walks: list[Walk]) -> None:
+    assert {goal for walk in walks for goal in walk.goals} <= set(GOALS)
+
+
+def test_after_every_walk_everything_is_free_again(walks: list[Walk]) -> None:
+    assert all(walk.goals["everything is free again"] for walk in walks)
+
+
+def test_random_walks_draw_every_kind_of_choice_and_action(walks: list[Walk]) -> None:
+    assert {kind for walk in walks for kind in walk.kinds} == set(KINDS) - {"leave unissued"}
+    assert {type(action) for walk in walks for action in walk.actions} == set(ACTIONS)
+
+
+def test_a_walk_is_nothing_but_its_numbers(walks: list[Walk]) -> None:
+    again = Walk(walks[0].scope, walks[0].seed).run()
+    assert again.actions == walks[0].actions
+
+
+def test_walks_in_which_requests_leave_before_their_step_break_nothing_but_content() -> None:
+    scope = replace(WALKS["both"], features=ALL_BUT | {"unissued"})
+    drawn = Counter[str]()
+    for seed in SEEDS:
+        drawn += Walk(scope, seed).run(without=("I2", "R5")).kinds
+    assert drawn["leave unissued"]
+
+
+def test_vllm_leaves_the_key_of_a_step_that_was_never_issued() -> None:
+    """Published at allocation, never written: the next lookup is granted nobody's content."""
+    policy, oracle = VllmPolicy(FULL), Oracle(FULL)
+    left: list[Action] = [Submit(0, (0, 0, 0)), Lookup(0), Allocate(0, 3), Release(0, "abort")]
+    for action in [*left, Submit(1, (0, 0, 0))]:
+        oracle.step(action, answer_of(policy, oracle.state, action))
+    hit = answer_of(policy, oracle.state, Lookup(1))
+    assert hit == Hit(2, ((1,),))
+    with pytest.raises(Violation, match=r"I2: .* block 1, group 0, position 0"):
+        oracle.step(Lookup(1), hit)
+
+
+# Choices themselves
+
+
+def test_a_choice_mends_numbers_that_do_not_fit() -> None:
+    choice = Choice("count", 0, Publish, ((3, 4), (7, 8, 9)))
+    assert choice.action() == choice.action([0, 0]) == Publish(3, 7)
+    assert choice.action([1]) == Publish(4, 7)
+    assert choice.action([9, 9, 9]) == Publish(4, 9)
+    assert list(choice.actions()) == [Publish(r, n) for r in (3, 4) for n in (7, 8, 9)]
+
+
+def test_features_that_are_off_are_never_chosen() -> None:
+    bare = replace(WALKS["both"], features=frozenset(["full", "sliding"]))
+    walk = [Walk(bare, seed).run() for seed in SEEDS[:3]]
+    drawn = {kind for each in walk for kind in each.kinds}
+    assert drawn <= {"submit", "lookup", "admit", "extend", "issue", "complete step", "finish"}
+    allocations = [a for each in walk for a in each.actions if isinstance(a, Allocate)]
+    assert not any(a.lookahead or a.drafts or a.external for a in allocations)
+
+
+def test_vllm_is_the_policy_that_answers_here() -> None:
+    assert POLICIES["vllm-0.32"] is VllmPolicy

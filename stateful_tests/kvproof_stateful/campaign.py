@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -15,11 +16,10 @@ from kvproof_spec.choices import KINDS, choices
 from kvproof_spec.judgement import Violation
 from kvproof_spec.state import ActionDisabled
 from kvproof_spec.trace import Header, Trace, dump_trace, write_trace
-
 from kvproof_stateful.coverage import Coverage, goals_of
 from kvproof_stateful.expectations import BadExpectations, KnownViolation
 from kvproof_stateful.plan import Asked, Pick, Plan, draw_scope, weights
-from kvproof_stateful.running import Judging, Run, perform_actions
+from kvproof_stateful.running import TARGET_FAILED, Judging, Run, perform_actions
 from kvproof_stateful.target import Target, TargetFailed, UnsupportedConfig
 
 RUN_LENGTH = 150
@@ -60,7 +60,7 @@ class Result:
     """What a campaign came to."""
 
     coverage: Coverage = field(default_factory=Coverage)
-    found: list[Found] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)  # one a rule
     again: dict[str, int] = field(default_factory=dict)  # further runs that broke a found rule
     stale_expectations: list[str] = field(default_factory=list)
     never_evaluated: list[str] = field(default_factory=list)
@@ -68,11 +68,31 @@ class Result:
     interrupted: bool = False
     seconds: float = 0.0
 
+    def merge(self, other: Result) -> None:
+        """Add another process's; of two traces for one rule the shorter one stays."""
+        self.coverage.merge(other.coverage)
+        for found in other.found:
+            mine = {known.rule: known for known in self.found}.get(found.rule)
+            if mine is None:
+                self.found.append(found)
+                continue
+            self.again[found.rule] = self.again.get(found.rule, 0) + 1
+            if len(found.trace.lines) < len(mine.trace.lines):
+                self.found[self.found.index(mine)] = found
+        for rule, times in other.again.items():
+            self.again[rule] = self.again.get(rule, 0) + times
+        for stale in other.stale_expectations:
+            if stale not in self.stale_expectations:
+                self.stale_expectations.append(stale)
+        self.failure = self.failure or other.failure
+        self.interrupted = self.interrupted or other.interrupted
+        self.seconds = max(self.seconds, other.seconds)
+
     @property
     def exit_code(self) -> int:
         if self.interrupted:
             return 130
-        if any(found.rule != "target failed" for found in self.found) or self.stale_expectations:
+        if any(found.rule != TARGET_FAILED for found in self.found) or self.stale_expectations:
             return 1
         if self.failure or self.never_evaluated:
             return 3
@@ -95,6 +115,8 @@ class Campaign:
     out: Path | None = None
     command: str = ""
     action_seconds: float = 0
+    first_run: int = 0
+    stride: int = 1  # every how many-th run is this process's
     progress: Progress = lambda result, seconds: None
 
     def run(self) -> Result:
@@ -104,7 +126,7 @@ class Campaign:
         self.started = time.monotonic()
         try:
             self._replay_known()
-            for number in count():
+            for number in count(self.first_run, self.stride):
                 if self._spent():
                     break
                 self._one_run(Random(f"{self.seed}/{number}"))
@@ -113,8 +135,18 @@ class Campaign:
         except TargetFailed as failure:
             self.result.failure = str(failure)
         self.result.seconds = time.monotonic() - self.started
-        self._require_claims()
+        self.require_claims()
         return self.result
+
+    def adopt(self, result: Result) -> None:
+        """Take the merged result of several processes for this campaign's own, and save it."""
+        self.hello = self.target.hello()
+        self.result = result
+        for index, found in enumerate(result.found):
+            header = replace(found.trace.header, command=self.command)
+            trace = replace(found.trace, header=header)
+            result.found[index] = replace(found, trace=trace, path=self._save(found.rule, trace))
+        self.require_claims()
 
     def _spent(self) -> bool:
         seconds = time.monotonic() - self.started
@@ -184,8 +216,9 @@ class Campaign:
 
     def _broken(self, run: Run, plan: Plan, reached: set[str]) -> None:
         verdict = run.lines[-1].verdict
-        assert verdict is not None and verdict.rule is not None
+        assert verdict is not None
         rule = verdict.rule
+        assert rule is not None
         last = run.lines[-1]
         if last.answer is not None:
             reached = reached | set(goals_of(run.state, last.action, last.answer))
@@ -201,19 +234,21 @@ class Campaign:
 
         after, seconds = self.result.coverage.lines, time.monotonic() - self.started
         long = len(run.lines)
-        try:
+        with suppress(TargetFailed):  # if it no longer even resets, the long run stays
             _, run = shrink(self.target, self.judging, plan, rule)
-        except TargetFailed:
-            pass  # the target no longer even resets: the long run is what there is
         trace = self._trace(run)
-        path = None
-        if self.out is not None:
-            path = self.out / f"{rule.replace(' ', '-')}-{digest(trace)}.ndjson"
-            write_trace(path, trace)
+        path = self._save(rule, trace)
         self.result.found.append(Found(rule, trace, path, after, long, seconds))
-        if rule == "target failed":
+        if rule == TARGET_FAILED:
             verdict = run.lines[-1].verdict
             raise TargetFailed(verdict.witness if verdict else "for no known reason")
+
+    def _save(self, rule: str, trace: Trace) -> Path | None:
+        if self.out is None:
+            return None
+        path = self.out / f"{rule.replace(' ', '-')}-{digest(trace)}.ndjson"
+        write_trace(path, trace)
+        return path
 
     def _trace(self, run: Run) -> Trace:
         header = Header(
@@ -227,7 +262,9 @@ class Campaign:
         )
         return Trace(header, tuple(run.lines))
 
-    def _require_claims(self) -> None:
+    def require_claims(self) -> None:
+        """Note the claimed rules that could have been evaluated, and never were."""
+        self.result.never_evaluated = []
         if self.result.interrupted or self.result.failure or self.result.found:
             return
         judged = {rule.id for rule in self.judging.rules()}

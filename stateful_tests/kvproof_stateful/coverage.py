@@ -170,4 +170,3 @@ def _goals_of_a_return(before: State, action: CompleteStep) -> list[str]:
         if output.accepted < drafted[output.request]:
             goals.append("draft rejected")
     return goals
-

@@ -15,7 +15,6 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from kvproof_spec.trace import DamagedTrace, Trace, read_trace
-
 from kvproof_stateful.coverage import GOALS
 
 
@@ -41,7 +40,7 @@ class KnownViolation:
         try:
             return read_trace(self.trace)
         except (DamagedTrace, OSError) as error:
-            raise BadExpectations(f"the kept trace of {self.rule} cannot be read: {error}") from None
+            raise BadExpectations(f"kept trace of {self.rule}: {error}") from None
 
 
 def default_expectations(target: str) -> Path | None:

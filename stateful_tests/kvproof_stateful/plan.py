@@ -8,7 +8,6 @@ from random import Random
 
 from kvproof_spec.choices import KINDS, Choice, Scope
 from kvproof_spec.config import Config, Group, Scheduling
-
 from kvproof_stateful.target import Hello
 
 GROUPS: tuple[tuple[Group, ...], ...] = (

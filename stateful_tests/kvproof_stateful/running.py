@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import TypeVar
 
@@ -19,7 +19,6 @@ from kvproof_spec.oracle import NonsenseAnswer, Oracle, rules_of
 from kvproof_spec.policies import POLICIES
 from kvproof_spec.state import ActionDisabled, State
 from kvproof_spec.trace import Line, Trace, Verdict
-
 from kvproof_stateful.plan import Plan
 from kvproof_stateful.target import Target, TargetFailed, UnsupportedConfig
 
@@ -42,7 +41,7 @@ class Judging:
     snapshots: bool = True
 
     def rules(self) -> tuple[Rule, ...]:
-        base, _, policy = self.level.partition(":")
+        base, _, _ = self.level.partition(":")
         known = ["safety", "contract", *(f"exact:{name}" for name in POLICIES)]
         if self.level not in known:
             raise UnknownLevel(f"no level {self.level!r}: {', '.join(known)}")
@@ -142,17 +141,22 @@ def guarded(seconds: float, what: str, call: Callable[[], T]) -> T:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def perform_plan(target: Target, judging: Judging, plan: Plan) -> Run:
-    """Perform the picks that are enabled; the run's last line has the verdict."""
+def perform_plan(target: Target, judging: Judging, plan: Plan) -> tuple[Run, Plan]:
+    """Perform the picks that are enabled; the run's last line has the verdict.
+
+    The plan that comes back has just the picks that were performed.
+    """
     run = Run(target, judging, plan.scope.config)
+    performed = []
     try:
         for pick in plan.picks:
             choice = pick.find(list(choices(run.state, plan.scope)))
             if choice is not None:
+                performed.append(pick)
                 run.step(choice.action(pick.parameters))
     except (Violation, TargetFailed):
         pass
-    return run
+    return run, replace(plan, picks=tuple(performed))
 
 
 def perform_actions(

@@ -8,7 +8,7 @@ while the same rule breaks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from unittest import SkipTest
@@ -20,7 +20,6 @@ from hypothesis.database import InMemoryExampleDatabase, choices_to_bytes
 from hypothesis.errors import HypothesisException
 
 from kvproof_spec.choices import KINDS, Scope
-
 from kvproof_stateful.plan import Pick, Plan
 from kvproof_stateful.running import Judging, Run, perform_plan
 from kvproof_stateful.target import Target, UnsupportedConfig
@@ -28,43 +27,82 @@ from kvproof_stateful.target import Target, UnsupportedConfig
 MOST_PARAMETERS = 12
 LARGEST_PARAMETER = 120
 KEY = b"kvproof"
+ABOUT_NO_REQUEST = {"submit", "issue", "complete step", "forget blocks", "forget everything"}
+ABOUT_A_REQUEST = frozenset(KINDS) - ABOUT_NO_REQUEST
 
 
 def shrink(
-    target: Target, judging: Judging, plan: Plan, rule: str, attempts: int = 3000
+    target: Target, judging: Judging, plan: Plan, rule: str, attempts: int = 2000
 ) -> tuple[Plan, Run]:
     """A smallest plan found that breaks `rule`, and its run; the first one if none is smaller.
 
     Deterministic for a deterministic target; at most `attempts` runs.
     """
-    best = plan, perform_plan(target, judging, plan)
-    tried = 0
+    smallest = Smallest(target, judging, rule, plan, attempts)
+    for _ in range(2):
+        drop_requests(smallest)
+        minimize(smallest.plan, smallest.breaks)
+    drop_requests(smallest)
+    return smallest.plan, smallest.run
 
-    def breaks(candidate: Plan) -> bool:
-        nonlocal best, tried
-        tried += 1
-        if tried > attempts:
+
+class Smallest:
+    """The smallest plan so far that breaks the rule."""
+
+    def __init__(
+        self, target: Target, judging: Judging, rule: str, plan: Plan, attempts: int
+    ) -> None:
+        self.target = target
+        self.judging = judging
+        self.rule = rule
+        self.attempts = attempts
+        self.run, self.plan = perform_plan(target, judging, plan)
+
+    def breaks(self, plan: Plan) -> bool:
+        """Does it break the rule?  What it performs is kept if nothing smaller is."""
+        self.attempts -= 1
+        if self.attempts < 0:
             return False
         try:
-            run = perform_plan(target, judging, candidate)
+            run, performed = perform_plan(self.target, self.judging, plan)
         except UnsupportedConfig:
             return False
         verdict = run.lines[-1].verdict if run.lines else None
-        if verdict is None or verdict.rule != rule:
+        if verdict is None or verdict.rule != self.rule:
             return False
-        if size(candidate, run) < size(*best):
-            best = candidate, run
+        if size(performed, run) < size(self.plan, self.run):
+            self.plan, self.run = performed, run
         return True
-
-    minimize(plan, breaks)
-    return best
 
 
 def size(plan: Plan, run: Run) -> tuple[int, int, int]:
     """What is smaller is easier to read: fewer actions, then shorter prompts, fewer blocks."""
-    config = plan.scope.config
-    used = sum(len(getattr(line.action, "symbols", ())) for line in run.lines)
-    return len(run.lines), used, config.num_blocks
+    symbols = sum(len(getattr(line.action, "symbols", ())) for line in run.lines)
+    return len(run.lines), symbols, plan.scope.config.num_blocks
+
+
+def drop_requests(smallest: Smallest) -> None:
+    """Leave out whole requests, which numbers alone cannot: later ones move up."""
+    submit = KINDS.index("submit")
+    requests = sum(pick.kind == submit for pick in smallest.plan.picks)
+    for request in reversed(range(requests)):
+        smallest.breaks(without_request(smallest.plan, request))
+
+
+def without_request(plan: Plan, request: int) -> Plan:
+    submit, submitted = KINDS.index("submit"), 0
+    picks = []
+    for pick in plan.picks:
+        if pick.kind == submit:
+            submitted += 1
+            if submitted - 1 == request:
+                continue
+        elif KINDS[pick.kind] in ABOUT_A_REQUEST:
+            if pick.request == request:
+                continue
+            pick = replace(pick, request=pick.request - (pick.request > request))
+        picks.append(pick)
+    return replace(plan, picks=tuple(picks))
 
 
 def minimize(plan: Plan, breaks: Callable[[Plan], bool]) -> None:
@@ -81,21 +119,20 @@ def minimize(plan: Plan, breaks: Callable[[Plan], bool]) -> None:
         suppress_health_check=list(HealthCheck),
     )
     with seeded():
-        try:
+        # What it raises when the attempts are used up: the best plan so far stands.
+        with suppress(HypothesisException, SkipTest):
             find(plans(plan.scope), breaks, settings=limits, database_key=KEY)
-        except (HypothesisException, SkipTest):
-            pass  # the attempts are used up, and the best plan so far stands
 
 
 @contextmanager
 def seeded() -> Iterator[None]:
     """Make Hypothesis repeatable; `hypothesis.seed` would also take away its database."""
-    before = hypothesis.core.global_force_seed
-    hypothesis.core.global_force_seed = 0
+    core: Any = hypothesis.core
+    before, core.global_force_seed = core.global_force_seed, 0
     try:
         yield
     finally:
-        hypothesis.core.global_force_seed = before
+        core.global_force_seed = before
 
 
 @st.composite
@@ -127,7 +164,7 @@ def maybe_pick(draw: Any) -> Pick | None:
         return None
     kind = draw(st.integers(0, len(KINDS) - 1))
     request = draw(st.integers(0, LARGEST_PARAMETER))
-    parameters = []
+    parameters: list[int] = []
     while len(parameters) < MOST_PARAMETERS and draw(st.booleans()):
         parameters.append(draw(st.integers(0, LARGEST_PARAMETER)))
     return Pick(kind, request, tuple(parameters))

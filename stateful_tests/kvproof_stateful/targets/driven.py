@@ -182,6 +182,7 @@ class DrivenTarget(ABC):
         progress.drafts, progress.admitted = (), False
         progress.life += 1
 
+    @abstractmethod
     def submit(self, progress: Progress) -> None:
         """A request arrives."""
 

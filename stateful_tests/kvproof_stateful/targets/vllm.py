@@ -119,7 +119,7 @@ class VllmTarget:
 
     def snapshot(self) -> Snapshot:
         return Snapshot(
-            free_order=self.engine.free_order(),
+            free_order=tuple(self.engine.free_order()),
             free_blocks=self.engine.num_free(),
             reference_counts=tuple(self.engine.reference_counts()),
             tables=tuple(self.engine.tables().items()),

@@ -1,0 +1,193 @@
+"""The command line.  Everything heavy is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import kvproof_stateful
+
+EXIT_CLEAN, EXIT_VIOLATION, EXIT_USAGE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+EXIT_CODES = """\
+exit codes:
+  0    clean: no unexpected violation, every claimed rule was evaluated
+  1    an unexpected violation, or an expected one that no longer shows
+  2    wrong usage: an unknown target, an impossible configuration, a damaged trace
+  3    the target failed (raised, hung, answered nonsense), or a claimed rule was never evaluated
+  130  interrupted; what was found is kept
+"""
+
+CAMPAIGN_EXAMPLES = """\
+examples:
+  kvproof campaign                                  30 s on the built-in plain manager
+  kvproof campaign --target vllm-manager --level exact:vllm-0.32 --actions 200000 \\
+      --groups full:4,sliding:4:8 --seed 1 --out found --json > report.json
+  kvproof campaign --target vllm --time 10m --features full,sliding,async,preempt,worker
+  kvproof campaign --target plain --ladder          one feature after the other
+
+"""
+
+
+class UsageError(Exception):
+    """What was asked for cannot be done; the message says what can."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is as `--help` says."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.command(options))
+    except UsageError as error:
+        print(f"kvproof: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()
+        return EXIT_INTERRUPTED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvproof",
+        description="Test a paged KV-cache manager against an executable specification.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=kvproof_stateful.__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_campaign(commands)
+    add_replay(commands)
+    add_targets(commands)
+    add_bench(commands)
+    return parser
+
+
+Commands = argparse._SubParsersAction
+
+
+def add_campaign(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "campaign",
+        help="drive a target through seeded random runs and judge every answer",
+        description="Drive a target through seeded random runs and judge every answer.\n"
+        "The same seed gives the same runs; each violation is shrunk to a minimal trace.",
+        epilog=CAMPAIGN_EXAMPLES + EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(command=run_campaign)
+    command.add_argument(
+        "--target", default="plain", help="what is tested (see: kvproof targets; default: plain)"
+    )
+    command.add_argument(
+        "--level",
+        default="contract",
+        help="safety (I1 to I6), contract (and the rules, default) or exact:POLICY",
+    )
+    command.add_argument(
+        "--groups", help="cache groups, as full:4,sliding:4:32 (block size, window, in tokens)"
+    )
+    command.add_argument("--blocks", type=int, help="blocks of the pool, the null block included")
+    chosen = command.add_mutually_exclusive_group()
+    chosen.add_argument("--features", help="exactly these, comma-separated (default: drawn)")
+    chosen.add_argument(
+        "--ladder", action="store_true", help="switch the features on one after the other"
+    )
+    command.add_argument(
+        "--without", action="append", default=[], metavar="RULE", help="do not judge by this rule"
+    )
+    command.add_argument(
+        "--ordering",
+        choices=("stream", "strict"),
+        default="stream",
+        help="strict: steps are not ordered among themselves (never a verdict on an engine)",
+    )
+    budget = command.add_mutually_exclusive_group()
+    budget.add_argument("--actions", type=int, help="judge this many actions")
+    budget.add_argument("--time", default="30s", help="run this long: 30, 30s, 10m, 2h")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--workers", type=int, default=1, metavar="K", help="processes")
+    command.add_argument(
+        "--expect", metavar="FILE", help="known violations (default: those kept for the target)"
+    )
+    command.add_argument(
+        "--out", metavar="DIR", default="kvproof-out", help="where traces are saved"
+    )
+    command.add_argument(
+        "--action-timeout", type=float, default=20, metavar="S", help="seconds (0: none)"
+    )
+    command.add_argument("--json", action="store_true", help="the report as JSON on stdout")
+
+
+def add_replay(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "replay",
+        help="judge a saved trace again, or perform it on a target",
+        description="Judge the answers of a saved trace, or perform its actions on a target.",
+        epilog="examples:\n  kvproof replay found/I2-0a1b2c3d.ndjson\n"
+        "  kvproof replay found/I2-0a1b2c3d.ndjson --target vllm-manager\n\n" + EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(command=run_replay)
+    command.add_argument("trace", help="a trace file (NDJSON)")
+    command.add_argument("--target", help="perform the actions on this target")
+    command.add_argument("--level", help="another level than the trace's own")
+    command.add_argument("--without", action="append", metavar="RULE")
+    command.add_argument("--action-timeout", type=float, default=20, metavar="S")
+    command.add_argument("--json", action="store_true", help="the verdict as JSON on stdout")
+
+
+def add_targets(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "targets",
+        help="list the targets, what they can do, and which rules they claim",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(command=run_targets)
+    command.add_argument("--json", action="store_true")
+
+
+def add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser("bench", help="measure kvproof itself")
+    kinds = command.add_subparsers(required=True, metavar="WHAT")
+    campaign = kinds.add_parser(
+        "campaign",
+        help="judged actions a second on target plain, one core",
+        description="Judged actions a second on target plain at the standard scope: 8 blocks of "
+        "2 tokens, 3 requests, full attention and a sliding window, all rules.",
+    )
+    campaign.set_defaults(command=run_bench_campaign)
+    campaign.add_argument("--actions", type=int, default=1_000_000, help="for the memory figure")
+    campaign.add_argument("--json", action="store_true")
+
+
+def run_campaign(options: argparse.Namespace) -> int:
+    from kvproof_stateful.commands import campaign
+
+    return campaign(options)
+
+
+def run_replay(options: argparse.Namespace) -> int:
+    from kvproof_stateful.commands import replay
+
+    return replay(options)
+
+
+def run_targets(options: argparse.Namespace) -> int:
+    from kvproof_stateful.commands import targets
+
+    return targets(options)
+
+
+def run_bench_campaign(options: argparse.Namespace) -> int:
+    from kvproof_stateful.bench import bench_campaign
+
+    return bench_campaign(options.actions, as_json=options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

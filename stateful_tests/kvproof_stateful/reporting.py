@@ -1,0 +1,263 @@
+"""Reports: progress while it runs, tables and traces for people, JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvproof_spec.choices import FEATURES, KINDS
+from kvproof_spec.invariants import RULES
+from kvproof_spec.judgement import EVIDENCE
+from kvproof_spec.trace import Line, Trace, Verdict
+from kvproof_stateful.campaign import Campaign, Found, Result
+from kvproof_stateful.coverage import GOALS, Coverage
+from kvproof_stateful.steps import step_lines
+from kvproof_stateful.target import Hello
+
+HEARTBEAT_SECONDS = 5.0
+
+
+@contextmanager
+def progress(campaign: Campaign) -> Iterator[None]:
+    """Live counts on stderr: a bar on a terminal, else a line every few seconds."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        yield from _bar(campaign, console)
+    else:
+        last = [time.monotonic()]
+
+        def beat(result: Result, seconds: float) -> None:
+            if time.monotonic() - last[0] >= HEARTBEAT_SECONDS:
+                last[0] = time.monotonic()
+                print(_counts(result, seconds), file=sys.stderr, flush=True)
+
+        campaign.progress = beat
+        yield
+
+
+def _bar(campaign: Campaign, console: Console) -> Iterator[None]:
+    budget = campaign.budget
+    total = budget.actions or budget.seconds or 1
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=total)
+
+        def advance(result: Result, seconds: float) -> None:
+            done = result.coverage.lines if budget.actions else seconds
+            bar.update(task, completed=done, description=_counts(result, seconds))
+
+        campaign.progress = advance
+        yield
+
+
+def _counts(result: Result, seconds: float) -> str:
+    coverage = result.coverage
+    rate = coverage.lines / seconds if seconds else 0
+    found = ", ".join(found.rule for found in result.found) or "none"
+    known = sum(coverage.known.values())
+    return (
+        f"{coverage.lines:,} actions judged in {coverage.runs:,} runs, {rate:,.0f}/s, "
+        f"violations: {found}" + (f", known: {known}" if known else "")
+    )
+
+
+def report_console() -> Console:
+    """Stdout as wide as the terminal, or as the widest table where there is none."""
+    width = None if sys.stdout.isatty() else 152
+    return Console(width=width, highlight=False, markup=False)
+
+
+def print_report(campaign: Campaign, *, as_json: bool) -> None:
+    """The whole report: JSON on stdout, or tables; violations first, then what was covered."""
+    if as_json:
+        print(json.dumps(campaign.to_json(), indent=2))
+        return
+    console = report_console()
+    result = campaign.result
+    for found in result.found:
+        print_violation(console, campaign, found)
+    console.print(action_table(result.coverage))
+    console.print(rule_table(campaign))
+    console.print(goals_line(result.coverage))
+    if result.coverage.skipped:
+        for reason, times in result.coverage.skipped.items():
+            console.print(f"skipped {times} times: {reason}")
+    for line in result.stale_expectations:
+        console.print(f"EXPECTATION: {line}")
+    console.print(verdict_line(campaign))
+
+
+def print_violation(console: Console, campaign: Campaign, found: Found) -> None:
+    verdict = found.trace.verdict
+    assert verdict is not None
+    console.print(f"{found.rule}: {sentence_of(found.rule)}")
+    console.print(f"  witness: {verdict.witness}")
+    if verdict.also:
+        console.print(f"  also broken: {', '.join(verdict.also)}")
+    console.print(
+        f"  found after {found.found_after:,} actions, {found.found_in} in its run; "
+        f"shrunk to {len(found.trace.lines)}:"
+    )
+    for line in step_lines(found.trace.header.config, found.trace.lines):
+        console.print(f"    {line}")
+    if found.path is not None:
+        target = f" --target {campaign.hello.name}"
+        console.print(f"  replay: kvproof replay {found.path}{target}")
+    again = campaign.result.again.get(found.rule)
+    if again:
+        console.print(f"  {again} more runs broke it too")
+    console.print()
+
+
+def sentence_of(rule_id: str) -> str:
+    for rule in RULES:
+        if rule.id == rule_id:
+            return rule.sentence
+    return "what was asked of the target has failed, or differs from the policy"
+
+
+def action_table(coverage: Coverage) -> Table:
+    """Choice by feature: how often done, and how often refused where that can be."""
+    features = [f for f in FEATURES if any(f == feature for _, feature in coverage.done)]
+    table = Table(title="actions, by feature of the run", title_justify="left", box=SIMPLE)
+    table.add_column("action")
+    table.add_column("all", justify="right")
+    for feature in features:
+        table.add_column(feature, justify="right")
+    for kind in KINDS:
+        counts = (
+            (kind, coverage.total_done, coverage.done),
+            ("  refused", coverage.total_refused, coverage.refused),
+        )
+        for name, total, by_feature in counts:
+            if total[kind]:
+                cells = [short(by_feature[kind, feature]) for feature in features]
+                table.add_row(name, short(total[kind]), *cells)
+    return table
+
+
+def short(count: int) -> str:
+    """At most four characters: 999, 1.2k, 34k, 5.6M."""
+    if count < 1000:
+        return str(count)
+    for size, unit in ((1_000, "k"), (1_000_000, "M")):
+        if count < size * 1000:
+            value = count / size
+            return f"{value:.1f}{unit}" if value < 10 else f"{value:.0f}{unit}"
+    return f"{count / 1e9:.0f}G"
+
+
+def rule_table(campaign: Campaign) -> Table:
+    """Each rule: how often evaluated and by what, or why not."""
+    evaluated = campaign.result.coverage.evaluated
+    table = Table(title="rules evaluated, by evidence", title_justify="left", box=SIMPLE)
+    for column in ("rule", "claim", "evaluated"):
+        table.add_column(column)
+    judged = {rule.id for rule in campaign.judging.rules()}
+    for rule in RULES:
+        times = [f"{e} {short(evaluated[rule.id, e])}" for e in EVIDENCE if evaluated[rule.id, e]]
+        if rule.id not in judged:
+            times = ["left out"]
+        elif not times:
+            claimed = rule.id in campaign.hello.claims
+            times = ["not evaluated" + ("" if claimed else ": the target shows no evidence")]
+        table.add_row(rule.id, rule.sentence, ", ".join(times))
+    exact = sum(count for (rule_id, _), count in evaluated.items() if rule_id == "exact")
+    if exact:
+        table.add_row("exact", f"equal to {campaign.judging.level}", short(exact))
+    return table
+
+
+def goals_line(coverage: Coverage) -> str:
+    reached = [f"{goal} {short(coverage.goals[goal])}" for goal in GOALS if coverage.goals[goal]]
+    missed = [goal for goal in GOALS if not coverage.goals[goal]]
+    line = "goals reached: " + (", ".join(reached) or "none")
+    return line + (f"\ngoals not reached: {', '.join(missed)}" if missed else "")
+
+
+def verdict_line(campaign: Campaign) -> str:
+    result, coverage = campaign.result, campaign.result.coverage
+    held = {rule for rule, _ in coverage.evaluated}
+    judged = [rule.id for rule in campaign.judging.rules()]
+    counts = f"{sum(rule in held for rule in judged)} of {len(judged)} rules evaluated"
+    name = f"{campaign.hello.name} {campaign.hello.version}, level {campaign.judging.level}"
+    known = sum(coverage.known.values())
+    done = (
+        f"{name}: {coverage.lines:,} actions in {coverage.runs:,} runs, "
+        f"{result.seconds:.1f} s, seed {campaign.seed}; {counts}"
+    ) + (f"; {known} runs ended in a known violation" if known else "")
+    if result.interrupted:
+        return f"INTERRUPTED  {done}"
+    if result.failure:
+        return f"TARGET FAILED  {result.failure}\n{done}"
+    if result.found or result.stale_expectations:
+        rules = ", ".join(found.rule for found in result.found) or "an expectation is stale"
+        return f"VIOLATED  {rules}  {done}"
+    if result.never_evaluated:
+        return f"NOT EVALUATED  claimed, but never: {', '.join(result.never_evaluated)}  {done}"
+    return f"NO VIOLATION  {done}"
+
+
+def print_rung(campaign: Campaign, added: Sequence[str]) -> None:
+    print(f"{'+ ' + ', '.join(added):28} {verdict_line(campaign)}", flush=True)
+
+
+def print_replay(
+    trace: Trace, lines: Sequence[Line], verdict: Verdict | None, on: str, as_json: bool
+) -> None:
+    recorded = trace.verdict.rule if trace.verdict else None
+    if as_json:
+        report = {
+            "on": on,
+            "actions": len(lines),
+            "rule": verdict.rule if verdict else None,
+            "witness": verdict.witness if verdict else "",
+            "recorded_rule": recorded,
+        }
+        print(json.dumps(report, indent=2))
+        return
+    for text in step_lines(trace.header.config, lines):
+        print(text)
+    if verdict is not None and verdict.rule is not None:
+        print(f"{verdict.rule}: {sentence_of(verdict.rule)}\n  witness: {verdict.witness}")
+    else:
+        print("no violation")
+    if recorded != (verdict.rule if verdict else None):
+        print(f"the trace records {recorded or 'no violation'}: on {on} it comes out otherwise")
+
+
+def print_targets(rows: Sequence[tuple[str, Hello | str]], *, as_json: bool) -> None:
+    if as_json:
+        listed = [
+            {"name": name, "unavailable": hello}
+            if isinstance(hello, str)
+            else {
+                "name": name,
+                "version": hello.version,
+                "mode": "observed" if hello.observed else "driven",
+                "features": sorted(hello.features),
+                "claims": list(hello.claims),
+            }
+            for name, hello in rows
+        ]
+        print(json.dumps({"targets": listed}, indent=2))
+        return
+    table = Table(box=SIMPLE)
+    for column in ("target", "version", "mode", "features", "claims"):
+        table.add_column(column)
+    for name, hello in rows:
+        if isinstance(hello, str):
+            table.add_row(name, "-", "-", hello, "-")
+        else:
+            mode = "observed" if hello.observed else "driven"
+            features = ", ".join(f for f in FEATURES if f in hello.features)
+            table.add_row(name, hello.version, mode, features, ", ".join(hello.claims))
+    report_console().print(table)

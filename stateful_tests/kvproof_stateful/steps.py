@@ -1,0 +1,115 @@
+"""A trace in the line that one writes when debugging a cache manager by hand.
+
+step=7 req=R1 hit_tokens=8 scheduled=1 owned=[[4, 9, 2]] new=[[2]] free=3 ref(hit)=[1, 1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvproof_spec.actions import (
+    Allocate,
+    CompleteLoad,
+    CompleteStep,
+    Forget,
+    Lookup,
+    Publish,
+    Release,
+    Submit,
+)
+from kvproof_spec.answers import Forgotten, Granted, Hit, Raised, Refused, Scheduled, Trimmed
+from kvproof_spec.config import Config
+from kvproof_spec.derived import references
+from kvproof_spec.oracle import NonsenseAnswer, Oracle
+from kvproof_spec.pages import Tables
+from kvproof_spec.state import ActionDisabled, State
+from kvproof_spec.trace import Line
+
+
+def step_lines(config: Config, lines: Sequence[Line]) -> Iterator[str]:
+    """One text a line of the trace, following the answers as they are."""
+    oracle = Oracle(config, rules=())
+    for number, line in enumerate(lines):
+        before = oracle.state
+        try:
+            if line.answer is not None:
+                oracle.step(line.action, line.answer)
+        except (ActionDisabled, NonsenseAnswer, AssertionError):
+            pass
+        yield f"{number:3}  {describe(before, oracle.state, line)}"
+
+
+def describe(before: State, after: State, line: Line) -> str:
+    action, answer = line.action, line.answer
+    held = references(after)
+    free = after.config.num_blocks - 1 - len(held)
+    request = getattr(action, "request", None)
+    parts = [f"step={before.issued}", *([] if request is None else [f"req=R{request}"])]
+    parts.append(asked(line))
+    match answer:
+        case Hit():
+            blocks = sorted({b for table in answer.tables for b in table if b})
+            counts = [held[block] for block in blocks]
+            parts.append(f"hit_tokens={answer.tokens} blocks={shown(answer.tables)} ref={counts}")
+        case Granted():
+            new = f" new={shown(answer.new)}" if answer.new is not None else ""
+            parts.append(f"granted owned={shown(answer.tables)}{new}")
+        case Refused():
+            parts.append(f"refused owned={shown(answer.tables)}")
+        case Trimmed():
+            parts.append(f"owned={shown(answer.tables)}")
+        case Raised():
+            parts.append(f"raised {answer.error}")
+        case Forgotten():
+            parts.append("done" if answer.done else "refused")
+        case Scheduled():
+            rows = " ".join(
+                f"R{row.request}[{row.start}:{row.start + row.tokens}]"
+                + (f" hit_tokens={row.start}" if row.admitted else "")
+                + f" row={shown(row.worker)}"
+                for row in answer.rows
+            )
+            preempted = "".join(f" preempted=R{request}" for request in answer.preempted)
+            parts.append(f"scheduled {rows or 'nothing'}{preempted}")
+        case None:
+            parts.append("no answer")
+        case _:
+            pass
+    return " ".join([*parts, f"free={free}"])
+
+
+def asked(line: Line) -> str:
+    """The action in a few words."""
+    match line.action:
+        case Submit() as action:
+            return f"submit tokens={list(action.symbols)}"
+        case Lookup():
+            return "lookup"
+        case Allocate() as action:
+            words = [f"allocate scheduled={action.new}"]
+            words += [f"external={action.external}"] if action.external else []
+            words += ["unordered"] if action.unordered else []
+            words += [f"drafts={list(action.drafts)}"] if action.drafts else []
+            words += [f"lookahead={action.lookahead}"] if action.lookahead else []
+            words += [f"headroom={action.headroom}"] if action.headroom else []
+            words += ["whole_sequence"] if action.whole_sequence else []
+            return " ".join(words)
+        case CompleteStep() as action:
+            sampled = {f"R{out.request}": out.symbol for out in action.outputs}
+            return f"step {action.step} returns {sampled}"
+        case CompleteLoad() as action:
+            return f"load returns valid_tokens={action.tokens}"
+        case Publish() as action:
+            return f"publish tokens={action.tokens}"
+        case Release() as action:
+            return action.reason
+        case Forget(blocks=None):
+            return "forget everything"
+        case Forget() as action:
+            return f"forget blocks={list(action.blocks or ())}"
+        case other:
+            return type(other).__name__.lower()
+
+
+def shown(tables: Tables) -> list[list[int]]:
+    return [list(table) for table in tables]

@@ -1,0 +1,114 @@
+"""A campaign in several processes: each has its share of the runs, the counts are added up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.sharedctypes import SynchronizedArray
+
+from kvproof_stateful.campaign import Budget, Campaign, Result
+from kvproof_stateful.expectations import KnownViolation
+from kvproof_stateful.loading import load_target
+from kvproof_stateful.plan import Asked
+from kvproof_stateful.running import Judging, time_limit
+
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Share:
+    """One worker's part of a campaign, as data."""
+
+    target: str
+    judging: Judging
+    asked: Asked
+    budget: Budget
+    seed: int
+    known: tuple[KnownViolation, ...]
+    action_seconds: float
+    worker: int
+    workers: int
+
+
+_counts: SynchronizedArray[int] | None = None
+
+
+def _start(counts: SynchronizedArray[int]) -> None:
+    global _counts
+    _counts = counts
+
+
+def _work(share: Share) -> Result:
+    def publish(result: Result, seconds: float) -> None:
+        if _counts is not None:
+            _counts[2 * share.worker] = result.coverage.lines
+            _counts[2 * share.worker + 1] = result.coverage.runs
+
+    campaign = Campaign(
+        target=load_target(share.target),
+        judging=share.judging,
+        asked=share.asked,
+        budget=share.budget,
+        seed=share.seed,
+        known=share.known,
+        action_seconds=share.action_seconds,
+        first_run=share.worker,
+        stride=share.workers,
+        progress=publish,
+    )
+    with time_limit(share.action_seconds):
+        return campaign.run()
+
+
+def run_in_workers(campaign: Campaign, target: str, workers: int) -> Result:
+    """Run `campaign` in `workers` processes; an interrupt ends all and keeps what they found."""
+    context = get_context("spawn")
+    counts = context.Array("q", 2 * workers)
+    with ProcessPoolExecutor(workers, context, _start, (counts,)) as pool:
+        futures = [pool.submit(_work, share) for share in shares(campaign, target, workers)]
+        interrupted = _wait(campaign, futures, counts)
+    result = Result(interrupted=interrupted)
+    for future in futures:
+        try:
+            result.merge(future.result())
+        except BrokenProcessPool:
+            result.failure = result.failure or "a worker process died without an answer"
+    return result
+
+
+def shares(campaign: Campaign, target: str, workers: int) -> Iterator[Share]:
+    actions = campaign.budget.actions
+    for worker in range(workers):
+        part = None if actions is None else (actions + worker) // workers
+        yield Share(
+            target=target,
+            judging=campaign.judging,
+            asked=campaign.asked,
+            budget=replace(campaign.budget, actions=part),
+            seed=campaign.seed,
+            known=campaign.known,
+            action_seconds=campaign.action_seconds,
+            worker=worker,
+            workers=workers,
+        )
+
+
+def _wait(
+    campaign: Campaign, futures: list[Future[Result]], counts: SynchronizedArray[int]
+) -> bool:
+    """Until all are done; whether it was interrupted (the workers were too, and report)."""
+    started, interrupted = time.monotonic(), False
+    while True:
+        try:
+            if not wait(futures, timeout=POLL_SECONDS).not_done:
+                return interrupted
+            so_far = Result()
+            so_far.coverage.lines = sum(counts[::2])
+            so_far.coverage.runs = sum(counts[1::2])
+            campaign.progress(so_far, time.monotonic() - started)
+        except KeyboardInterrupt:
+            interrupted = True
