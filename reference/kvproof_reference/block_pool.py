@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from copy import copy
 from typing import Self
+
+from kvproof_reference.free_order import FreeOrder
+from kvproof_spec.pages import normal_blocks
 
 NULL_BLOCK = 0
 
@@ -19,7 +21,15 @@ class BlockPool:
     still answers lookups until it is handed out again.
     """
 
-    __slots__ = ("_free", "_key_length", "enable_caching", "index", "keys", "reference_counts")
+    __slots__ = (
+        "_free",
+        "_free_order",
+        "_key_length",
+        "enable_caching",
+        "index",
+        "keys",
+        "reference_counts",
+    )
 
     def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
         self.enable_caching = enable_caching
@@ -27,21 +37,28 @@ class BlockPool:
         self.index: dict[Key, dict[int, None]] = {}  # copies of a key, oldest first
         self.keys: dict[int, tuple[Key, ...]] = {}  # only blocks that have one
         self._key_length: dict[int, int] = {}  # of the block's first key
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._free = FreeOrder(normal_blocks(num_blocks))
+        self._free_order: tuple[int, ...] | None = None  # None after every change
 
     def get_num_free_blocks(self) -> int:
         return len(self._free)
 
     def free_order(self) -> tuple[int, ...]:
-        """Free blocks, the next one to be handed out first.  For observers."""
-        return tuple(self._free)
+        """Free blocks, the next one to be handed out first; the same object until it changes.
+
+        For observers: it walks all free blocks.
+        """
+        if self._free_order is None:
+            self._free_order = self._free.as_tuple()
+        return self._free_order
 
     def get_new_blocks(self, num_blocks: int) -> list[int]:
         """Hand out the first free blocks, their keys forgotten."""
         free = self._free
         if num_blocks > len(free):
             raise ValueError(f"{num_blocks} blocks wanted, {len(free)} are free")
-        blocks = [free.popitem(last=False)[0] for _ in range(num_blocks)]
+        self._free_order = None
+        blocks = [free.pop() for _ in range(num_blocks)]
         self.evict(blocks)
         for block in blocks:
             self.reference_counts[block] += 1
@@ -54,7 +71,8 @@ class BlockPool:
             if block == NULL_BLOCK:
                 continue
             if counts[block] == 0:
-                del self._free[block]
+                self._free_order = None
+                self._free.remove(block)
             counts[block] += 1
 
     def free_blocks(self, blocks: Iterable[int]) -> None:
@@ -73,12 +91,12 @@ class BlockPool:
             counts[block] -= 1
             if counts[block] == 0:
                 (hashed if block in keys else unhashed).append(block)
+        self._free_order = None
         free = self._free
         for block in reversed(unhashed):
-            free[block] = None
-            free.move_to_end(block, last=False)
+            free.prepend(block)
         for block in hashed:
-            free[block] = None
+            free.append(block)
 
     def cached_block(self, group_index: int, digest: bytes) -> int | None:
         """The oldest copy of this prefix, if there is one."""
@@ -126,5 +144,5 @@ class BlockPool:
         twin.index = {key: copies.copy() for key, copies in self.index.items()}
         twin.keys = self.keys.copy()
         twin._key_length = self._key_length.copy()
-        twin._free = self._free.copy()
+        twin._free = self._free.clone()
         return twin

@@ -7,8 +7,8 @@ was allowed is what `invariants` says.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 from kvproof_spec.answers import (
     Answer,
@@ -27,7 +27,7 @@ from kvproof_spec.derived import (
     tokens_in_flight,
     unissued_cells,
 )
-from kvproof_spec.pages import NULL_BLOCK, PageWriter, Tables, cells
+from kvproof_spec.pages import NULL_BLOCK, Pages, PageWriter, Tables, cells
 from kvproof_spec.prefix import Symbol, extend_content
 from kvproof_spec.state import ActionDisabled, PendingHit, Request, Row, State, Status, Step
 
@@ -61,7 +61,7 @@ class Submit:
         content = extend_content((), self.symbols, state.root)
         request = Request(self.request, content, len(content), tables=state.config.no_tables)
         requests = (*state.requests, request)
-        return replace(state, requests=requests, submitted=state.submitted + 1, hit=None)
+        return state._replace(requests=requests, submitted=state.submitted + 1, hit=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,10 @@ class Lookup:
 
     def apply(self, state: State, answer: Answer) -> State:
         assert isinstance(answer, Hit)
-        return replace(state, hit=PendingHit(self.request, answer.tokens, answer.tables))
+        return state._replace(hit=PendingHit(self.request, answer.tokens, answer.tables))
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
+class Segments(NamedTuple):
     """The five segments of an allocation by their ends, in tokens from position 0.
 
     | computed | local hit | external | new | lookahead | end at `computed`, `local`,
@@ -127,7 +126,8 @@ class Allocate:
         require(not (running and (self.external or self.whole_sequence)), "only at admission")
         require((self.new == 0) == self.unordered, "new tokens, or an unordered load")
         require(bool(self.external) or not self.unordered, "a load has external tokens")
-        require(self.external % state.config.boundary == 0, "external tokens in whole boundaries")
+        whole = not self.external or self.external % state.config.boundary == 0
+        require(whole, "external tokens in whole boundaries")
         self._check_tokens(state, request)
 
     def _check_tokens(self, state: State, request: Request) -> None:
@@ -161,14 +161,13 @@ class Allocate:
     def apply(self, state: State, answer: Answer) -> State:
         request = state.find(self.request)
         if isinstance(answer, Refused):
-            kept = replace(request, tables=answer.tables)
-            return replace(state, requests=state.having(kept), hit=None)
+            kept = request._replace(tables=answer.tables)
+            return state._replace(requests=state.having(kept), hit=None)
         if isinstance(answer, Raised):
-            return replace(state, hit=None)
+            return state._replace(hit=None)
         assert isinstance(answer, Granted)
         ends, groups = self.segments(state), state.config.groups
-        granted = replace(
-            request,
+        granted = request._replace(
             status="loading" if self.unordered else "running",
             computed=ends.total,
             scheduled=self.new,
@@ -182,7 +181,7 @@ class Allocate:
         first = ends.total if self.unordered else ends.local
         certain = min(request.known, ends.target - len(self.drafts))
         promise.write_all(cells(groups, answer.tables, first, certain), request.content)
-        return replace(state, requests=state.having(granted), promise=promise.pages(), hit=None)
+        return state._replace(requests=state.having(granted), promise=promise.pages(), hit=None)
 
 
 def handed_out(before: Tables, after: Tables) -> list[tuple[int, int, int]]:
@@ -210,11 +209,11 @@ class Issue:
             if request.scheduled:
                 row = self._row(state, request, sent.get(request.id, request.tables))
                 rows.append(row)
-                request = replace(request, computed=row.end, scheduled=0, drafts=(), load=None)
+                request = request._replace(computed=row.end, scheduled=0, drafts=(), load=None)
             requests.append(request)
         steps = (*state.steps, Step(state.issued, tuple(rows)))
         issued = state.issued + 1
-        return replace(state, requests=tuple(requests), steps=steps, issued=issued, hit=None)
+        return state._replace(requests=tuple(requests), steps=steps, issued=issued, hit=None)
 
     @staticmethod
     def _row(state: State, request: Request, tables: Tables) -> Row:
@@ -276,8 +275,7 @@ class CompleteStep:
                     else request
                     for request in requests
                 )
-        return replace(
-            state,
+        return state._replace(
             memory=memory.pages(),
             promise=promise.pages(),
             requests=requests,
@@ -291,7 +289,7 @@ def _resolved(step: Step, row: Row, symbols: tuple[Symbol, ...]) -> Step:
     """`step`, whose row of the same admission now knows what `row` has sampled."""
     life = (row.request, row.admission)
     rows = tuple(
-        replace(other, content=extend_content(other.content, symbols))
+        other._replace(content=extend_content(other.content, symbols))
         if (other.request, other.admission) == life
         else other
         for other in step.rows
@@ -307,11 +305,11 @@ def _sampled(
     What its issued or granted positions now certainly hold is promised: accepted
     drafts, and the sampled token where a later step already computes it.
     """
-    request = replace(request, content=extend_content(request.content, symbols))
+    request = request._replace(content=extend_content(request.content, symbols))
     if row.admission != request.admission:
         return request
     rejected = len(row.drafts) + 1 - len(symbols)
-    request = replace(request, computed=request.computed - rejected)
+    request = request._replace(computed=request.computed - rejected)
     granted = request.computed + request.scheduled - len(request.drafts)
     first, end = row.end - len(row.drafts), min(granted, request.known)
     promise.write_all(cells(state.config.groups, request.tables, first, end), request.content)
@@ -326,7 +324,7 @@ def _deferred(state: State, answer: Answer) -> tuple[int, ...]:
 def _started_anew(state: State, request: Request, status: Status) -> Request:
     """The request with its tokens and nothing else: rows in flight are no longer its own."""
     again = Request(request.id, request.content, request.prompt_tokens, status)
-    return replace(again, tables=state.config.no_tables, admission=request.admission + 1)
+    return again._replace(tables=state.config.no_tables, admission=request.admission + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,16 +351,15 @@ class CompleteLoad:
         request, groups = state.find(self.request), state.config.groups
         if self.tokens == 0:
             anew = _started_anew(state, request, "waiting")
-            return replace(state, requests=state.having(anew), hit=None)
+            return state._replace(requests=state.having(anew), hit=None)
         memory, promise = PageWriter(groups, state.memory), PageWriter(groups, state.promise)
         first = request.load[0] if request.load else 0
         delivered = list(cells(groups, request.tables, first, self.tokens))
         memory.write_all(delivered, request.content)
         promise.write_all(delivered, request.content)
         computed = self.tokens - (self.tokens == request.known)
-        loaded = replace(request, status="running", computed=computed, load=None)
-        return replace(
-            state,
+        loaded = request._replace(status="running", computed=computed, load=None)
+        return state._replace(
             requests=state.having(loaded),
             memory=memory.pages(),
             promise=promise.pages(),
@@ -383,7 +380,7 @@ class Publish:
         require(0 < self.tokens <= min(request.computed, request.known), "beyond what is issued")
 
     def apply(self, state: State, answer: Answer) -> State:
-        return replace(state, hit=None)
+        return state._replace(hit=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,8 +394,8 @@ class Trim:
 
     def apply(self, state: State, answer: Answer) -> State:
         assert isinstance(answer, Trimmed)
-        trimmed = replace(state.find(self.request), tables=answer.tables)
-        return replace(state, requests=state.having(trimmed), hit=None)
+        trimmed = state.find(self.request)._replace(tables=answer.tables)
+        return state._replace(requests=state.having(trimmed), hit=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +428,7 @@ class Release:
             requests = state.having(_started_anew(state, request, "preempted"))
         deferred = _deferred(state, answer)
         promised = promise.pages()
-        return replace(state, requests=requests, promise=promised, deferred=deferred, hit=None)
+        return state._replace(requests=requests, promise=promised, deferred=deferred, hit=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,8 +443,8 @@ class Forget:
 
     def apply(self, state: State, answer: Answer) -> State:
         if self.blocks is None and isinstance(answer, Forgotten) and answer.done:
-            return replace(state, promise=(None,) * state.config.num_blocks, hit=None)
-        return replace(state, hit=None)
+            return state._replace(promise=Pages({}), hit=None)
+        return state._replace(hit=None)
 
 
 Action = (

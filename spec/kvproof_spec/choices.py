@@ -8,9 +8,10 @@ and a run is nothing but those numbers, so that it can be replayed and shrunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvproof_spec.actions import (
     Action,
@@ -27,14 +28,9 @@ from kvproof_spec.actions import (
     Trim,
 )
 from kvproof_spec.config import Config
-from kvproof_spec.derived import (
-    has_stale_rows,
-    outstanding_tokens,
-    rows_in_flight,
-    unissued_cells,
-)
+from kvproof_spec.derived import has_stale_rows, rows_in_flight, unissued_cells
 from kvproof_spec.prefix import Symbol
-from kvproof_spec.state import Request, State
+from kvproof_spec.state import Request, Row, State
 
 FEATURES: dict[str, str] = {
     "full": "full attention groups",
@@ -74,16 +70,18 @@ class Scope:
     priorities: tuple[int, ...] = (0,)
     max_sampled: tuple[int | None, ...] = (None,)
 
-    def has(self, feature: str) -> bool:
-        return feature in self.features
-
     @property
     def steps_in_flight(self) -> int:
+        """Steps that may be issued and not yet returned."""
         return 2 if "async" in self.features else 1
 
+    @property
+    def lookaheads(self) -> Sequence[int]:
+        """Slots (tokens) that an allocation may reserve ahead."""
+        return range(self.lookahead + 1) if "lookahead" in self.features else (0,)
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+
+class Choice(NamedTuple):
     """An enabled action whose parameters are still open.
 
     Each domain lists the values of one parameter, simplest first.
@@ -91,7 +89,7 @@ class Choice:
 
     kind: str
     request: int  # 0 where there is none
-    build: Callable[..., Action] = field(repr=False)
+    build: Callable[..., Action]
     domains: tuple[Sequence[Any], ...] = ()
 
     def action(self, picks: Sequence[int] = ()) -> Action:
@@ -130,48 +128,54 @@ KINDS: tuple[str, ...] = (
 """Names of the choices, in the order in which a run's numbers refer to them."""
 
 
-def choices(state: State, scope: Scope) -> Iterator[Choice]:
+def choices(state: State, scope: Scope) -> list[Choice]:
     """The actions that an engine may ask for in this state, within the scope."""
+    found: list[Choice] = []
     if len(state.requests) < scope.max_requests:
-        yield Choice(
-            "submit",
-            0,
-            lambda *parameters: Submit(state.submitted, *parameters),
-            (scope.prompts, scope.priorities, scope.max_sampled),
-        )
+        domains = (scope.prompts, scope.priorities, scope.max_sampled)
+        found.append(Choice("submit", 0, partial(Submit, state.submitted), domains))
     if state.config.scheduling is not None:
-        yield from _around_a_scheduler(state, scope)
-        return
+        return found + _around_a_scheduler(state, scope)
     if state.hit is not None:
-        yield from _admissions(state, scope, state.find(state.hit.request))
+        found += _admissions(state, scope, state.find(state.hit.request))
     for request in state.requests:
+        rows = rows_in_flight(state, request) if state.steps else []
         if request.status == "running":
-            yield from _while_running(state, scope, request)
+            found += _while_running(scope, request, rows)
         elif request.status == "loading":
-            yield _load_returns(state, request)
+            found.append(_load_returns(state, request))
         elif not has_stale_rows(state, request):
-            yield Choice("lookup", request.id, lambda r=request.id: Lookup(r))
-        if request.status != "loading":
-            yield from _leaving(state, scope, request)
-    if len(state.steps) < scope.steps_in_flight and any(r.scheduled for r in state.requests):
-        yield Choice("issue", 0, Issue)
-    if state.steps:
-        yield _step_returns(state, scope)
-    if scope.has("forget"):
+            found.append(Choice("lookup", request.id, partial(Lookup, request.id)))
+        if request.status != "loading" and (not rows or "async" in scope.features):
+            found += _leaving(state, scope, request)
+    found += _steps(state, scope, any(request.scheduled for request in state.requests))
+    if "forget" in scope.features:
         normal = range(1, state.config.num_blocks)
-        yield Choice("forget blocks", 0, lambda *b: Forget(tuple(sorted({*b}))), (normal, normal))
-        yield Choice("forget everything", 0, lambda: Forget(None))
+        found.append(Choice("forget blocks", 0, _forget_two, (normal, normal)))
+        found.append(Choice("forget everything", 0, Forget))
+    return found
 
 
-def _around_a_scheduler(state: State, scope: Scope) -> Iterator[Choice]:
-    """What is asked of a target that schedules itself: steps, their results, and aborts."""
-    if state.requests and len(state.steps) < scope.steps_in_flight:
-        yield Choice("issue", 0, Issue)
+def _forget_two(one: int, other: int) -> Forget:
+    return Forget((one,) if one == other else (min(one, other), max(one, other)))
+
+
+def _steps(state: State, scope: Scope, to_issue: bool) -> list[Choice]:
+    found = []
+    if to_issue and len(state.steps) < scope.steps_in_flight:
+        found.append(Choice("issue", 0, Issue))
     if state.steps:
-        yield _step_returns(state, scope)
-    if scope.has("abort"):
+        found.append(_step_returns(state, scope))
+    return found
+
+
+def _around_a_scheduler(state: State, scope: Scope) -> list[Choice]:
+    """What is asked of a target that schedules itself: steps, their results, and aborts."""
+    found = _steps(state, scope, bool(state.requests))
+    if "abort" in scope.features:
         for request in state.requests:
-            yield Choice("abort", request.id, lambda r=request.id: Release(r, "abort"))
+            found.append(Choice("abort", request.id, partial(Release, request.id, "abort")))
+    return found
 
 
 def _counts(most: int) -> tuple[int, ...]:
@@ -179,88 +183,88 @@ def _counts(most: int) -> tuple[int, ...]:
     return (most, *range(1, most))
 
 
-def _admissions(state: State, scope: Scope, request: Request) -> Iterator[Choice]:
+def _admissions(state: State, scope: Scope, request: Request) -> list[Choice]:
     assert state.hit is not None
     rest = request.known - state.hit.tokens
     if rest < 1 or has_stale_rows(state, request):
-        return
+        return []
     extras: tuple[Sequence[Any], ...] = (
         range(scope.headroom + 1),
         (False, True),
-        range(scope.lookahead + 1) if scope.has("lookahead") else (0,),
+        scope.lookaheads,
     )
-
-    def admit(new: int, headroom: int, whole: bool, lookahead: int, external: int = 0) -> Action:
-        return Allocate(
-            request.id,
-            new,
-            external=external,
-            unordered=new == 0,
-            lookahead=lookahead,
-            headroom=headroom,
-            whole_sequence=whole,
-        )
-
-    yield Choice("admit", request.id, admit, (_counts(min(rest, scope.chunk)), *extras))
-    if not scope.has("external"):
-        return
-    unit = state.config.boundary
-    for external in range(unit, rest, unit):
-        news = _counts(min(rest - external, scope.chunk))
-        domains = (news, *extras, (external,))
-        yield Choice("admit external", request.id, admit, domains)
-    loads = range(unit, rest + 1, unit)
-    if loads:
-        yield Choice("load", request.id, admit, ((0,), *extras, loads))
+    admit = partial(_admit, request.id)
+    news = _counts(min(rest, scope.chunk))
+    found = [Choice("admit", request.id, admit, (news, *extras))]
+    if "external" in scope.features:
+        unit = state.config.boundary
+        for external in range(unit, rest, unit):
+            news = _counts(min(rest - external, scope.chunk))
+            found.append(Choice("admit external", request.id, admit, (news, *extras, (external,))))
+        loads = range(unit, rest + 1, unit)
+        if loads:
+            found.append(Choice("load", request.id, admit, ((0,), *extras, loads)))
+    return found
 
 
-def _while_running(state: State, scope: Scope, request: Request) -> Iterator[Choice]:
-    rows = rows_in_flight(state, request)
-    outstanding = outstanding_tokens(state, request)
-    to_compute = request.known + outstanding - request.computed
-    may_grow = request.known + outstanding < scope.max_request_tokens
-    drafting = any(row.drafts for row in rows)
-    ready = not request.scheduled and not drafting and (not rows or scope.has("async"))
-    lookaheads = range(scope.lookahead + 1) if scope.has("lookahead") else (0,)
-    if ready and may_grow and to_compute > 0:
-        news = _counts(min(to_compute, scope.chunk))
+def _admit(
+    request: int, new: int, headroom: int, whole: bool, lookahead: int, external: int = 0
+) -> Action:
+    return Allocate(request, new, (), external, new == 0, lookahead, headroom, whole)
 
-        def extend(new: int, headroom: int, lookahead: int) -> Action:
-            return Allocate(request.id, new, lookahead=lookahead, headroom=headroom)
 
-        yield Choice("extend", request.id, extend, (news, range(scope.headroom + 1), lookaheads))
-        if scope.has("lookahead") and to_compute == 1 and not rows:
-
-            def draft(count: int, symbol: Symbol, lookahead: int) -> Action:
-                drafts = (symbol,) * count
-                return Allocate(request.id, 1 + count, drafts=drafts, lookahead=lookahead)
-
-            counts = range(1, scope.lookahead + 1)
-            yield Choice("draft", request.id, draft, (counts, scope.samples, lookaheads))
+def _while_running(scope: Scope, request: Request, rows: Sequence[Row]) -> list[Choice]:
+    found = [] if request.scheduled else _allocations(scope, request, rows)
     certain = min(request.computed, request.known)
-    if scope.has("publish") and certain > 0:
-        yield Choice("publish", request.id, lambda n: Publish(request.id, n), ((certain,),))
-    if scope.has("trim"):
-        yield Choice("trim", request.id, lambda: Trim(request.id))
+    if certain > 0 and "publish" in scope.features:
+        domains = ((certain,),)
+        found.append(Choice("publish", request.id, partial(Publish, request.id), domains))
+    if "trim" in scope.features:
+        found.append(Choice("trim", request.id, partial(Trim, request.id)))
+    return found
 
 
-def _leaving(state: State, scope: Scope, request: Request) -> Iterator[Choice]:
-    quiet = scope.has("async") or not rows_in_flight(state, request)
-    if not quiet:
-        return
-    running = request.status == "running"
+def _allocations(scope: Scope, request: Request, rows: Sequence[Row]) -> list[Choice]:
+    """The next tokens of a running request: with drafts only when the last token is known."""
+    to_come = request.known + sum(row.samples for row in rows)
+    to_compute = to_come - request.computed
+    waits = rows and ("async" not in scope.features or any(row.drafts for row in rows))
+    if waits or to_compute < 1 or to_come >= scope.max_request_tokens:
+        return []
+    domains = (
+        _counts(min(to_compute, scope.chunk)),
+        range(scope.headroom + 1),
+        scope.lookaheads,
+    )
+    found = [Choice("extend", request.id, partial(_extend, request.id), domains)]
+    if "lookahead" in scope.features and to_compute == 1 and not rows:
+        counts = range(1, scope.lookahead + 1)
+        drafts = (counts, scope.samples, scope.lookaheads)
+        found.append(Choice("draft", request.id, partial(_draft, request.id), drafts))
+    return found
+
+
+def _extend(request: int, new: int, headroom: int, lookahead: int) -> Action:
+    return Allocate(request, new, lookahead=lookahead, headroom=headroom)
+
+
+def _draft(request: int, count: int, symbol: Symbol, lookahead: int) -> Action:
+    return Allocate(request, 1 + count, drafts=(symbol,) * count, lookahead=lookahead)
+
+
+def _leaving(state: State, scope: Scope, request: Request) -> list[Choice]:
+    features = scope.features
+    leave = partial(Release, request.id)
     if request.scheduled:
-        if scope.has("unissued") and not relied_upon(state, request):
-            reasons = ("preempt", "abort")
-            leave = lambda reason: Release(request.id, reason)  # noqa: E731
-            yield Choice("leave unissued", request.id, leave, (reasons,))
-        return
-    if running and request.known > request.prompt_tokens:
-        yield Choice("finish", request.id, lambda: Release(request.id, "finish"))
-    if running and scope.has("preempt"):
-        yield Choice("preempt", request.id, lambda: Release(request.id, "preempt"))
-    if scope.has("abort"):
-        yield Choice("abort", request.id, lambda: Release(request.id, "abort"))
+        if "unissued" not in features or relied_upon(state, request):
+            return []
+        return [Choice("leave unissued", request.id, leave, (("preempt", "abort"),))]
+    reasons = []
+    if request.status == "running":
+        reasons += ["finish"] if request.known > request.prompt_tokens else []
+        reasons += ["preempt"] if "preempt" in features else []
+    reasons += ["abort"] if "abort" in features else []
+    return [Choice(reason, request.id, partial(leave, reason)) for reason in reasons]
 
 
 def relied_upon(state: State, request: Request) -> bool:
@@ -272,13 +276,12 @@ def relied_upon(state: State, request: Request) -> bool:
 
 def _load_returns(state: State, request: Request) -> Choice:
     first, end = request.load or (0, 0)
-    partial: tuple[int, ...] = ()
+    half_way: tuple[int, ...] = ()
     if all(group.kind == "full" for group in state.config.groups):
         unit = state.config.boundary
-        partial = tuple(range(max(first, unit), end, unit))
-    delivered = (end, 0, *partial)
-    build = lambda tokens: CompleteLoad(request.id, tokens)  # noqa: E731
-    return Choice("complete load", request.id, build, (delivered,))
+        half_way = tuple(range(max(first, unit), end, unit))
+    delivered = (end, 0, *half_way)
+    return Choice("complete load", request.id, partial(CompleteLoad, request.id), (delivered,))
 
 
 def _step_returns(state: State, scope: Scope) -> Choice:

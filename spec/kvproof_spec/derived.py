@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from kvproof_spec.pages import NULL_BLOCK, Cell, Tables, cells, needed_cells
 from kvproof_spec.state import Request, Row, State
 
 
-def references(state: State) -> Counter[int]:
-    """How often each normal block is held: table entries and deferred returns."""
-    held: Counter[int] = Counter(state.deferred)
+def references(state: State) -> dict[int, int]:
+    """How often each held block is: table entries and deferred returns."""
+    held: dict[int, int] = {}
+    for block in state.deferred:
+        held[block] = held.get(block, 0) + 1
     for request in state.requests:
         for table in request.tables:
-            held.update(table)
+            for block in table:
+                held[block] = held.get(block, 0) + 1
     held.pop(NULL_BLOCK, None)
     return held
 
@@ -57,6 +58,8 @@ def tokens_in_flight(state: State, request: Request) -> int:
 
 def rows_in_flight(state: State, request: Request) -> list[Row]:
     """Rows of the request's present admission, in order of issue."""
+    if not state.steps:
+        return []
     return [
         row
         for step in state.steps

@@ -37,7 +37,7 @@ def free_xor_held(expected: Expected, observed: Observed) -> Iterator[str]:
     if isinstance(observed.answer, Granted):
         seen: set[int] = set()
         for group, index, block in expected.handed_out:
-            if expected.held_before[block] or block in seen:
+            if block in expected.held_before or block in seen:
                 yield f"block {block}, handed out for entry {index} of group {group}, was not free"
             seen.add(block)
     if observed.snapshot is not None and not isinstance(observed.answer, Refused):
@@ -46,9 +46,10 @@ def free_xor_held(expected: Expected, observed: Observed) -> Iterator[str]:
 
 
 def _free_is_listed_once(expected: Expected, observed: Observed) -> Iterator[str]:
-    snapshot, held = observed.snapshot, expected.held_after
+    snapshot, pool, held = observed.snapshot, observed.pool, expected.held_after
     assert snapshot is not None
-    free, listed = snapshot.free_order, set(snapshot.free_order)
+    assert pool is not None
+    free, listed = snapshot.free_order, pool.listed
     if len(listed) != len(free) or snapshot.free_blocks not in (None, len(free)):
         yield f"the free list {free} is counted as {snapshot.free_blocks} blocks"
     if snapshot.free_order_reversed not in (None, free):
@@ -61,15 +62,14 @@ def _free_is_listed_once(expected: Expected, observed: Observed) -> Iterator[str
 
 
 def _counts_equal_references(expected: Expected, observed: Observed) -> Iterator[str]:
-    if observed.snapshot is None or observed.snapshot.reference_counts is None:
+    if observed.pool is None or not observed.pool.counts:
         return
-    counts, references = observed.snapshot.reference_counts, [0] * expected.config.num_blocks
-    for block, times in expected.held_after.items():
-        references[block] = times
-    if counts[1:] != tuple(references[1:]):
-        for block in range(1, len(references)):
-            if counts[block] != references[block]:
-                yield f"block {block} is counted {counts[block]}, held {references[block]} times"
+    counts, held = observed.pool.counts, expected.held_after
+    wrong = [block for block, times in held.items() if counts[block] != times]
+    if wrong or observed.pool.referenced != len(held):
+        wrong = [block for block in range(1, len(counts)) if counts[block] != held.get(block, 0)]
+        for block in wrong:
+            yield f"block {block} is counted {counts[block]}, held {held.get(block, 0)} times"
 
 
 @rule("hit", "reads")
@@ -98,7 +98,7 @@ def computed_means_recoverable(expected: Expected, observed: Observed) -> Iterat
     if isinstance(expected.action, Lookup) and hit is not None:
         yield from _holes(expected, hit.tables, hit.tokens, hit.tokens, f"a hit of {hit.tokens}")
     elif isinstance(observed.answer, Granted):
-        ends = expected.action.segments(expected.before)
+        ends = expected.segments
         name = f"a request that goes on at {ends.restart} of {ends.target}"
         yield from _holes(expected, observed.answer.tables, ends.restart, ends.target, name)
     elif isinstance(expected.action, Issue):
@@ -124,8 +124,8 @@ def nothing_in_use_is_handed_out(expected: Expected, observed: Observed) -> Iter
             if block in expected.used_before | needed:
                 by = "a load" if block in expected.used_before else "a step in flight"
                 yield f"block {block}, handed out for entry {index} of group {group}: {by} needs it"
-    if observed.snapshot is not None:
-        early = used_by_operations(expected.after).intersection(observed.snapshot.free_order)
+    if observed.pool is not None:
+        early = used_by_operations(expected.after) & observed.pool.listed
         if early:
             yield f"blocks {sorted(early)} are listed as free while an operation uses them"
         if expected.after.deferred and not expected.after.steps:
@@ -145,6 +145,10 @@ def the_worker_sees_the_table(expected: Expected, observed: Observed) -> Iterato
             for block, group, _, position in sorted(meant - seen):
                 where = f"request {row.request}, group {group}, position {position}"
                 yield f"{where} is in block {block}; the worker has {row.tables[group]}"
+    yield from _tables_not_told(expected, observed)
+
+
+def _tables_not_told(expected: Expected, observed: Observed) -> Iterator[str]:
     for request_id, tables in observed.tables:
         request = expected.after.get(request_id)
         if request is None or request.tables != tables:
@@ -159,7 +163,7 @@ def optimistic_is_not_reusable(expected: Expected, observed: Observed) -> Iterat
             yield f"{expected.broken(cell)}: a draft, or its load has not returned"
 
 
-@rule("refusal")
+@rule("refusal", "raised")
 def all_or_nothing(expected: Expected, observed: Observed) -> Iterator[str]:
     """R1: a refusal changes nothing but the window's return (R7), and is no exception."""
     if isinstance(observed.answer, Raised) and not _shortage(expected):
@@ -176,17 +180,15 @@ def all_or_nothing(expected: Expected, observed: Observed) -> Iterator[str]:
             yield from _counts_equal_references(expected, observed)
 
 
-@rule("grant", "refusal")
+@rule("grant", "raised")
 def granted_means_it_fitted(expected: Expected, observed: Observed) -> Iterator[str]:
     """R2: new blocks + reclaimable hits + headroom <= free, and what is needed is taken."""
-    shortage = _shortage(expected)
-    if shortage and not isinstance(observed.answer, Refused):
+    if shortage := _shortage(expected):
         yield f"{shortage}; the answer was {type(observed.answer).__name__}"
     if isinstance(observed.answer, Granted):
-        ends = expected.action.segments(expected.before)
         for group in range(len(expected.groups)):
             taken = sum(place[0] == group for place in expected.handed_out)
-            wanted, _ = blocks_wanted(expected, group, ends)
+            wanted, _ = blocks_wanted(expected, group, expected.segments)
             if taken != wanted:
                 yield f"group {group} needs {wanted} new blocks and took {taken}"
 
@@ -224,7 +226,9 @@ def blocks_wanted(
     if expected.request.status == "running":
         return max(entries - len(table), 0), 0
     first = group.first_needed_block(ends.restart)
-    reclaimed = sum(block != 0 and not expected.held_before[block] for block in table[first:])
+    reclaimed = sum(
+        block != NULL_BLOCK and block not in expected.held_before for block in table[first:]
+    )
     return max(entries - max(first, len(table)), 0), reclaimed
 
 
@@ -249,11 +253,11 @@ def something_to_compute(expected: Expected, observed: Observed) -> Iterator[str
         tokens, known = observed.answer.tokens, expected.request.known
         if tokens >= known:
             yield f"a hit of {tokens} of {known} tokens leaves nothing to compute"
-        if tokens % expected.config.boundary or (tokens and not expected.config.caching):
+        if tokens and (tokens % expected.config.boundary or not expected.config.caching):
             yield f"a hit of {tokens} tokens ends on no allowed boundary"
         yield from _wrong_lengths(expected, observed.answer.tables, tokens)
     elif isinstance(observed.answer, Granted):
-        reserved = expected.action.segments(expected.before).reserved
+        reserved = expected.segments.reserved
         yield from _wrong_lengths(expected, observed.answer.tables, reserved)
 
 
@@ -280,7 +284,7 @@ def window_return(expected: Expected, observed: Observed) -> Iterator[str]:
     if isinstance(expected.action, Trim):
         processed = processed_tokens(expected.before, expected.request)
     elif isinstance(expected.action, Allocate):
-        processed = expected.action.segments(expected.before).processed
+        processed = expected.segments.processed
         if isinstance(observed.answer, Granted):
             old_tables = expected.tables_before
     for group_id, group in enumerate(expected.groups):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from kvproof_spec.actions import Action, Allocate, CompleteStep, Lookup, handed_out
+from kvproof_spec.actions import Action, Allocate, CompleteStep, Lookup, Segments, handed_out
 from kvproof_spec.answers import (
     Answer,
     Done,
@@ -22,13 +21,13 @@ from kvproof_spec.answers import (
     Trimmed,
 )
 from kvproof_spec.derived import references, rows_in_flight, used_by_operations
-from kvproof_spec.pages import Cell, Tables, cells, needed_cells, read_page
+from kvproof_spec.pages import NULL_BLOCK, Cell, Tables, cells, needed_cells, read_page
 from kvproof_spec.state import Request, Row, State
 
 T = TypeVar("T")
 
 Evidence = Literal[
-    "lookup", "hit", "grant", "refusal", "trim", "step", "reads", "rows", "snapshot",
+    "lookup", "hit", "grant", "refusal", "raised", "trim", "step", "reads", "rows", "snapshot",
     "resumption", "stale output", "answer",
 ]  # fmt: skip
 EVIDENCE: dict[Evidence, str] = {
@@ -36,6 +35,7 @@ EVIDENCE: dict[Evidence, str] = {
     "hit": "the blocks of a hit of at least one token",
     "grant": "a granted allocation: the tables after",
     "refusal": "a refused allocation: the tables after, and a snapshot if there is one",
+    "raised": "an exception in the place of an answer",
     "trim": "the tables after a trim",
     "step": "the tables with which a step was issued",
     "reads": "what a returned step has read, by the tables or rows shown",
@@ -69,7 +69,7 @@ class Expected:
         self.config = before.config
         self.groups = before.config.groups
 
-    @property
+    @lazy
     def request(self) -> Request:
         """The action's request, before it."""
         return self.before.find(self.action.request)
@@ -83,18 +83,27 @@ class Expected:
         return self.after.find(row.request).tables
 
     @lazy
-    def held_before(self) -> Counter[int]:
+    def held_before(self) -> dict[int, int]:
         """References by block, without those that this call's own trim gave back."""
         held = references(self.before)
         for old, new in zip(self.request.tables, self.request_after.tables, strict=True):
             for block, kept in zip(old, new, strict=False):
-                if block and not kept:
+                if block != NULL_BLOCK and kept == NULL_BLOCK:
                     held[block] -= 1
-        return +held
+                    if not held[block]:
+                        del held[block]
+        return held
 
     @lazy
-    def held_after(self) -> Counter[int]:
+    def held_after(self) -> dict[int, int]:
+        """References by block."""
         return references(self.after)
+
+    @lazy
+    def segments(self) -> Segments:
+        """Of the allocation that is judged."""
+        segments: Segments = self.action.segments(self.before)
+        return segments
 
     @lazy
     def used_before(self) -> set[int]:
@@ -151,12 +160,31 @@ class Expected:
         return handed_out(self.tables_before, self.request_after.tables)
 
 
-@dataclass(frozen=True, slots=True)
+class ShownPool:
+    """A snapshot's free order and counts as sets: built once for as long as they stay the same."""
+
+    def __init__(self, snapshot: Snapshot, before: ShownPool | None = None) -> None:
+        self.free_order = snapshot.free_order
+        self.counts = counts = snapshot.reference_counts or ()
+        same_order = before is not None and before.free_order is self.free_order
+        same_counts = before is not None and before.counts == counts
+        self.listed: frozenset[int] = (
+            before.listed if before and same_order else frozenset(self.free_order)
+        )
+        self.referenced: int = (  # normal blocks whose count is not 0
+            before.referenced if before and same_counts else len(counts[1:]) - counts[1:].count(0)
+        )
+
+
 class Observed:
     """What the target showed: its answer, and a snapshot if one was taken."""
 
-    answer: Answer
-    snapshot: Snapshot | None = None
+    def __init__(
+        self, answer: Answer, snapshot: Snapshot | None = None, before: ShownPool | None = None
+    ) -> None:
+        self.answer = answer
+        self.snapshot = snapshot
+        self.pool = ShownPool(snapshot, before) if snapshot is not None else None
 
     @property
     def tables(self) -> tuple[tuple[int, Tables], ...]:
@@ -211,7 +239,7 @@ SHOWN_BY: dict[type[Answer], tuple[Evidence, ...]] = {
     Hit: ("lookup",),
     Granted: ("grant",),
     Refused: ("refusal",),
-    Raised: ("refusal",),
+    Raised: ("raised",),
     Issued: ("step",),
     Returned: (),
     Trimmed: ("trim",),

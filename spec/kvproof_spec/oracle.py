@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from kvproof_spec.actions import (
@@ -35,7 +36,15 @@ from kvproof_spec.answers import (
 )
 from kvproof_spec.config import Config
 from kvproof_spec.invariants import RULES
-from kvproof_spec.judgement import Evidence, Expected, Observed, Rule, Violation, evidence_shown
+from kvproof_spec.judgement import (
+    Evidence,
+    Expected,
+    Observed,
+    Rule,
+    ShownPool,
+    Violation,
+    evidence_shown,
+)
 from kvproof_spec.observed import InconsistentAnswer, core_actions
 from kvproof_spec.pages import Tables
 from kvproof_spec.state import ActionDisabled, State, initial_state
@@ -55,6 +64,9 @@ ALLOWED_ANSWERS: dict[type[Action], tuple[type[Answer], ...]] = {
     Release: (Returned,),
     Forget: (Forgotten,),
 }
+
+
+Counted = tuple[str, Evidence]  # (rule, evidence), as `Oracle.evaluated` counts them
 
 
 class NonsenseAnswer(Exception):
@@ -85,14 +97,19 @@ class Oracle:
     ) -> None:
         self.state = initial_state(config)
         self.policy = policy
-        self.evaluated: dict[tuple[str, Evidence], int] = {}
+        self.evaluated: defaultdict[tuple[str, Evidence], int] = defaultdict(int)
         self._rules = tuple(rules)
-        self._judging: dict[tuple[Evidence, ...], list[tuple[Rule, list[Evidence]]]] = {}
+        self._pool: ShownPool | None = None
+        self._equal: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # free orders, compared
+        self._judging: dict[tuple[Evidence, ...], list[tuple[Rule, list[Counted]]]] = {}
 
-    def _rules_for(self, shown: tuple[Evidence, ...]) -> list[tuple[Rule, list[Evidence]]]:
+    def _rules_for(self, shown: tuple[Evidence, ...]) -> list[tuple[Rule, list[Counted]]]:
         """The rules that can be evaluated by what is shown, and by which part of it."""
         if shown not in self._judging:
-            usable = [(rule, [e for e in rule.evidence if e in shown]) for rule in self._rules]
+            usable = [
+                (rule, [(rule.id, evidence) for evidence in rule.evidence if evidence in shown])
+                for rule in self._rules
+            ]
             self._judging[shown] = [(rule, evidence) for rule, evidence in usable if evidence]
         return self._judging[shown]
 
@@ -120,26 +137,23 @@ class Oracle:
         predicted = self.policy.predict(before, action) if self.policy else None
         after = action.apply(before, answer)
         expected = Expected(before, action, after)
-        observed = Observed(answer, snapshot)
+        observed = Observed(answer, snapshot, self._pool)
+        self._pool = observed.pool or self._pool
         broken: list[tuple[str, str]] = []
         shown = tuple(evidence_shown(expected, observed, scheduled))
-        for rule, usable in self._rules_for(shown):
-            for evidence in usable:
-                self._count(rule.id, evidence)
+        for rule, counted in self._rules_for(shown):
+            for key in counted:
+                self.evaluated[key] += 1
             for witness in rule.judge(expected, observed):
                 broken.append((rule.id, witness))
         if self.policy is not None and not broken:
             broken += [(EXACT, witness) for witness in self._differences(predicted, observed)]
-            self._count(EXACT, "answer" if snapshot is None else "snapshot")
+            self.evaluated[EXACT, "answer" if snapshot is None else "snapshot"] += 1
         if broken:
             rule_id, witness = broken[0]
             also = tuple(dict.fromkeys(other for other, _ in broken if other != rule_id))
             raise Violation(rule_id, witness, also)
         self.state = after
-
-    def _count(self, rule_id: str, evidence: Evidence) -> None:
-        key = rule_id, evidence
-        self.evaluated[key] = self.evaluated.get(key, 0) + 1
 
     def _differences(self, predicted: Answer | None, observed: Observed) -> Iterable[str]:
         assert self.policy is not None
@@ -148,7 +162,12 @@ class Oracle:
             yield f"{self.policy.name} answers {predicted}, the target {answer}"
         if snapshot is not None:
             wanted = self.policy.snapshot()
-            if snapshot.free_order != wanted.free_order:
+            pair = snapshot.free_order, wanted.free_order
+            if pair[0] is self._equal[0] and pair[1] is self._equal[1]:
+                pass
+            elif pair[0] == pair[1]:
+                self._equal = pair
+            else:
                 yield (
                     f"the free order of {self.policy.name} is {wanted.free_order}, "
                     f"the target's {snapshot.free_order}"
@@ -170,30 +189,42 @@ def same_answer(predicted: Answer, answer: Answer) -> bool:
 
 def check_answer(state: State, action: Action, answer: Answer) -> None:
     """Raise `NonsenseAnswer` for a wrong shape, `Violation` of I1 for an id of no block."""
-    if not isinstance(answer, ALLOWED_ANSWERS[type(action)]):
+    if type(answer) not in ALLOWED_ANSWERS[type(action)]:
         raise NonsenseAnswer(f"{type(answer).__name__} is no answer to {type(action).__name__}")
-    shown: list[Tables] = []
-    if isinstance(answer, Hit | Granted | Refused | Trimmed):
-        shown.append(answer.tables)
-    if isinstance(answer, Granted) and answer.new is not None:
-        shown.append(answer.new)
-    if isinstance(answer, Issued):
-        shown += [row.tables for row in answer.rows or ()]
-    if isinstance(answer, Scheduled):
-        shown += [row.worker for row in answer.rows]
-        shown += [tables for _, tables in answer.tables]
-    for tables in shown:
-        if len(tables) != len(state.config.groups):
-            raise NonsenseAnswer(f"{len(tables)} tables for {len(state.config.groups)} groups")
-        check_blocks((block for table in tables for block in table), state.config.num_blocks)
-    if isinstance(answer, Returned | Scheduled | Updated):
-        check_blocks(answer.deferred or (), state.config.num_blocks)
+    try:
+        for tables in tables_shown(answer):
+            if len(tables) != len(state.config.groups):
+                raise NonsenseAnswer(f"{len(tables)} tables for {len(state.config.groups)} groups")
+            for table in tables:
+                check_blocks(table, state.config.num_blocks)
+        if isinstance(answer, Returned | Scheduled | Updated):
+            check_blocks(answer.deferred or (), state.config.num_blocks)
+    except TypeError as error:
+        raise NonsenseAnswer(f"{answer} has no block ids where they belong: {error}") from None
 
 
-def check_blocks(blocks: Iterable[int], num_blocks: int) -> None:
-    for block in blocks:
-        if not 0 <= block < num_blocks:
-            raise Violation("I1", f"block {block} does not exist, there are {num_blocks}")
+def tables_shown(answer: Answer) -> list[Tables]:
+    """All tables and rows that an answer carries."""
+    match answer:
+        case Hit() | Refused() | Trimmed():
+            return [answer.tables]
+        case Granted():
+            return [answer.tables] if answer.new is None else [answer.tables, answer.new]
+        case Issued():
+            return [row.tables for row in answer.rows or ()]
+        case Scheduled():
+            rows = [row.worker for row in answer.rows]
+            return rows + [tables for _, tables in answer.tables]
+        case _:
+            return []
+
+
+def check_blocks(blocks: Sequence[int], num_blocks: int) -> None:
+    if blocks and not 0 <= min(blocks) <= max(blocks) < num_blocks:
+        wrong = [block for block in blocks if not 0 <= block < num_blocks]
+        raise Violation("I1", f"block {wrong[0]} does not exist, there are {num_blocks}")
+    if not all(type(block) is int for block in blocks):
+        raise NonsenseAnswer(f"not all of {blocks} are block ids")
 
 
 def rules_of(level: str, without: Collection[str] = ()) -> tuple[Rule, ...]:

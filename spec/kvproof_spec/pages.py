@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 from kvproof_spec.config import Group
 from kvproof_spec.prefix import Prefix
@@ -13,8 +14,13 @@ NULL_BLOCK = 0
 Table = tuple[int, ...]  # block ids, indexed by position // block_size
 Tables = tuple[Table, ...]  # indexed by group
 Page = tuple[int, tuple[Prefix | None, ...]]  # (group that wrote last, cells by offset)
-Pages = tuple[Page | None, ...]  # indexed by block id
 Cell = tuple[int, int, int, int]  # (block, group, offset in the block, position), in tokens
+
+
+@cache
+def normal_blocks(num_blocks: int) -> tuple[int, ...]:
+    """Ids of the blocks besides the null block: one set of int objects, quick to compare."""
+    return tuple(range(1, num_blocks))
 
 
 def cells(groups: tuple[Group, ...], tables: Tables, first: int, end: int) -> Iterator[Cell]:
@@ -29,14 +35,46 @@ def cells(groups: tuple[Group, ...], tables: Tables, first: int, end: int) -> It
 
 def needed_cells(groups: tuple[Group, ...], tables: Tables, start: int, end: int) -> Iterator[Cell]:
     """The cells up to `end - 1` that each group still needs with `start` tokens restored."""
-    for group_id, group in enumerate(groups):
-        only = tuple(table if g == group_id else () for g, table in enumerate(tables))
-        yield from cells(groups, only, group.first_needed(start), end)
+    for group_id, table in enumerate(tables):
+        size, first = groups[group_id].block_size, groups[group_id].first_needed(start)
+        for position in range(first, min(end, len(table) * size)):
+            block = table[position // size]
+            if block != NULL_BLOCK:
+                yield block, group_id, position % size, position
+
+
+class Pages:
+    """The pages that have been written, by block; a value, of which `PageWriter` makes others."""
+
+    __slots__ = ("_hash", "_pages")
+
+    def __init__(self, pages: dict[int, Page]) -> None:
+        self._pages = pages
+        self._hash: int | None = None
+
+    def get(self, block: int) -> Page | None:
+        """The page of a block, or None if nothing has been written."""
+        return self._pages.get(block)
+
+    def items(self) -> list[tuple[int, Page]]:
+        """(block, page), by block."""
+        return sorted(self._pages.items(), key=lambda item: item[0])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pages) and self._pages == other._pages
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash(frozenset(self._pages.items()))
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"Pages({self._pages})"
 
 
 def read_page(pages: Pages, block: int, group: int, offset: int) -> Prefix | None:
     """What `group` finds in a cell; another group's write has destroyed the page."""
-    page = pages[block]
+    page = pages.get(block)
     return page[1][offset] if page is not None and page[0] == group else None
 
 
@@ -48,14 +86,10 @@ class PageWriter:
         self._pages = pages
         self._open: dict[int, tuple[int, list[Prefix | None]] | None] = {}
 
-    def read(self, block: int, group: int, offset: int) -> Prefix | None:
-        page = self._open[block] if block in self._open else self._pages[block]
-        return page[1][offset] if page is not None and page[0] == group else None
-
     def write(self, block: int, group: int, offset: int, content: Prefix | None) -> None:
         page = self._open.get(block)
         if page is None or page[0] != group:
-            old = None if block in self._open else self._pages[block]
+            old = None if block in self._open else self._pages.get(block)
             if old is not None and old[0] == group:
                 page = (group, list(old[1]))
             else:
@@ -69,12 +103,17 @@ class PageWriter:
             self.write(block, group, offset, content[position])
 
     def clear(self, block: int) -> None:
+        """Nothing is left of the page."""
         self._open[block] = None
 
     def pages(self) -> Pages:
+        """The pages with what was written."""
         if not self._open:
             return self._pages
-        pages = list(self._pages)
+        pages = dict(self._pages._pages)
         for block, page in self._open.items():
-            pages[block] = None if page is None else (page[0], tuple(page[1]))
-        return tuple(pages)
+            if page is None:
+                pages.pop(block, None)
+            else:
+                pages[block] = (page[0], tuple(page[1]))
+        return Pages(pages)

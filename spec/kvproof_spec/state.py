@@ -7,8 +7,7 @@ derived from what is stored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvproof_spec.config import Config
 from kvproof_spec.pages import Pages, Tables
@@ -21,8 +20,7 @@ class ActionDisabled(Exception):
     """The guard of an action is false in this state: the driver's mistake, nobody's bug."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """A request that the manager knows.
 
     `content[p]` is the prefix at position p, for every known token.  `computed` counts
@@ -49,8 +47,7 @@ class Request:
         return len(self.content)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One request's part of a step in flight; it outlives its request.
 
     The step writes positions `first_write` to `start + tokens - 1` through `tables`, the
@@ -76,16 +73,14 @@ class Row:
         return extend_content(self.content[: self.end - len(self.drafts)], self.drafts)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One issued batch."""
 
     id: int
     rows: tuple[Row, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PendingHit:
+class PendingHit(NamedTuple):
     """The answer to the last Lookup; only the very next action may use it."""
 
     request: int
@@ -93,8 +88,7 @@ class PendingHit:
     tables: Tables
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """Everything the oracle remembers between two actions.
 
     `memory` is what executed operations have written, `promise` what a lookup may rely
@@ -115,7 +109,10 @@ class State:
     issued: int = 0
 
     def get(self, request_id: int) -> Request | None:
-        return next((other for other in self.requests if other.id == request_id), None)
+        for request in self.requests:
+            if request.id == request_id:
+                return request
+        return None
 
     def find(self, request_id: int) -> Request:
         request = self.get(request_id)
@@ -132,5 +129,4 @@ class State:
 
 
 def initial_state(config: Config) -> State:
-    empty: Pages = (None,) * config.num_blocks
-    return State(config=config, root=Prefix.root(), memory=empty, promise=empty)
+    return State(config=config, root=Prefix.root(), memory=Pages({}), promise=Pages({}))

@@ -360,13 +360,31 @@ CASES = (
     ),
     Case(
         "I3",
-        "a step with a hole in its table",
+        "a grant with a hole",
         FULL,
         ASKED,
-        (grant(Allocate(0, new=3), (0, 2)), issue()),
-        (grant(Allocate(0, new=3), (1, 2)), issue()),
+        (grant(Allocate(0, new=3), (0, 2)),),
+        (GRANT,),
+        "a request that goes on at 0 of 3 tokens has no block at entry 0 of group 0: (0, 2)",
+    ),
+    Case(
+        "I3",
+        "a load of every known token without the window of the last",
+        WINDOW,
+        (submit(0, 1, 2, 3, 4), lookup(0, 0, ())),
+        (grant(Allocate(0, new=0, external=4, unordered=True), (0, 1)),),
+        (grant(Allocate(0, new=0, external=4, unordered=True), (1, 2)),),
+        "a request that goes on at 3 of 4 tokens has no block at entry 0 of group 0: (0, 1)",
+    ),
+    Case(
+        "I3",
+        "a step with a hole in its table",
+        FULL,
+        GRANTED,
+        (trim(0, (0, 2)), issue()),
+        (trim(0, (1, 2)), issue()),
         "request 0's step over 0 to 3 tokens has no block at entry 0 of group 0: (0, 2)",
-        without=("R2",),
+        without=("R7",),
     ),
     Case(
         "I4",
@@ -566,6 +584,7 @@ CASES = (
         (grant(Allocate(0, new=3), (1,)),),
         (GRANT,),
         "group 0 needs 2 new blocks and took 1",
+        first="I3",
     ),
     Case(
         "R2",
@@ -584,6 +603,7 @@ CASES = (
         (grant(Allocate(1, new=5), (3, 4)),),
         (refuse(Allocate(1, new=5), ()),),
         "2 free blocks, [(3, 0)] (new, reclaimed) needed and 0 kept; the answer was Granted",
+        first="I3",
     ),
     Case(
         "R2",
@@ -715,6 +735,7 @@ CASES = (
         (grant(Allocate(0, new=1, external=4), (1, 2)),),
         (grant(Allocate(0, new=1, external=4), (0, 1, 2)),),
         "group 0 has 2 entries for 5 tokens: (1, 2)",
+        first="I3",
     ),
     Case(
         "R4",
@@ -780,6 +801,7 @@ CASES = (
         (grant(Allocate(1, new=1), (0, 3)),),
         (grant(Allocate(1, new=1), (1, 3)),),
         "group 0, entry 0: 1 became 0; needed from 0 on, 2 tokens are processed",
+        first="I3",
     ),
     Case(
         "R7",
@@ -1029,7 +1051,7 @@ def test_every_evidence_of_a_rule_is_known(rule: Rule) -> None:
 LACKING: dict[str, Run] = {
     "I1": ASKED,  # nothing granted, no snapshot
     "I2": GRANTED,  # no hit, and no step has returned
-    "I3": GRANTED,  # no hit, and no step was issued
+    "I3": ASKED,  # no hit of a token, nothing granted, no step issued
     "I4": ASKED,
     "I5": COMPUTED,  # neither worker rows nor a snapshot
     "I6": COMPUTED,  # no hit of a token

@@ -77,7 +77,7 @@ class Bench:
         self.seed += 1
         run = Run(self.target, self.judging, self.scope.config)
         for _ in range(RUN_LENGTH):
-            enabled = list(choices(run.state, self.scope))
+            enabled = choices(run.state, self.scope)
             choice = rng.choices(enabled, [WEIGHTS[c.kind] for c in enabled])[0]
             picks = [int(rng.random() * len(domain)) for domain in choice.domains]
             answer = type(run.step(choice.action(picks))).__name__

@@ -190,7 +190,7 @@ class Campaign:
             return
         try:
             for _ in range(self._run_length()):
-                enabled = list(choices(run.state, scope))
+                enabled = choices(run.state, scope)
                 choice = rng.choices(enabled, [weight[c.kind] for c in enabled])[0]
                 parameters = tuple(int(rng.random() * len(d)) for d in choice.domains)
                 picks.append(Pick(KINDS.index(choice.kind), choice.request, parameters))

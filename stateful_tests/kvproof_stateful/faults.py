@@ -9,6 +9,7 @@ each is kept under counterexamples/; this writes them anew:
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -21,8 +22,11 @@ from kvproof_reference.kv_cache_manager import KVCacheManager
 from kvproof_reference.request import Request, hash_block
 from kvproof_reference.single_type_manager import SingleTypeManager
 from kvproof_spec.config import Kind
-from kvproof_spec.trace import write_trace
-from kvproof_stateful.campaign import Asked, Budget, Campaign, Found, Judging, Result
+from kvproof_spec.trace import Header, Trace, write_trace
+from kvproof_stateful.campaign import Budget, Campaign
+from kvproof_stateful.plan import Asked, Plan
+from kvproof_stateful.running import Judging, Run
+from kvproof_stateful.shrinking import shrink
 from kvproof_stateful.targets.plain import PlainTarget
 
 VLLM = "https://github.com/vllm-project/vllm"
@@ -72,8 +76,8 @@ def seeded(
     return made
 
 
-def in_each_kind(mixin: type[SingleTypeManager]) -> dict[Kind, type[SingleTypeManager]]:
-    """The manager of each kind of group, with what `mixin` does differently."""
+def in_each_kind(mixin: type) -> dict[Kind, type[SingleTypeManager]]:
+    """The manager of each kind of group, with what `mixin`, an abstract one, does differently."""
     usual = KVCacheManager.manager_classes
     return {kind: type(mixin.__name__, (mixin, usual[kind]), {}) for kind in usual}
 
@@ -192,35 +196,46 @@ class OneBitHash(KVCacheManager):
         return bytes([hash_block(parent, tokens)[0] & 1])
 
 
-class Enough(Exception):
-    """The rule that was searched for is found."""
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """A run that broke a fault's rule, not yet shrunk."""
 
-    def __init__(self, found: Found) -> None:
-        super().__init__(found.rule)
-        self.found = found
+    fault: Fault
+    plan: Plan
+    actions: int  # judged by the campaign until then
+    seconds: float  # until then, other rules' traces shrunk on the way included
+
+    def shrunk(self) -> Trace:
+        target, judging = self.fault.target(), Judging(self.fault.level)
+        _, run = shrink(target, judging, self.plan, self.fault.rule)
+        hello = target.hello()
+        header = Header(run.config, hello.name, hello.version, judging.level, command=COMMAND)
+        return Trace(header, tuple(run.lines))
 
 
-def search(fault: Fault, seed: int, seconds: float = 60) -> Found | None:
-    """What a campaign of this seed finds of the fault's rule; it ends as soon as it does."""
+class Detected(Exception):
+    """Ends a search."""
 
-    def stop_when_found(result: Result, _: float) -> None:
-        for found in result.found:
-            if found.rule == fault.rule:
-                raise Enough(found)
+    def __init__(self, detection: Detection) -> None:
+        super().__init__(detection.fault.name)
+        self.detection = detection
 
-    campaign = Campaign(
-        fault.target(),
-        Judging(fault.level),
-        Asked(),
-        Budget(seconds=seconds),
-        seed=seed,
-        command=COMMAND,
-        progress=stop_when_found,
-    )
+
+def search(fault: Fault, seed: int, seconds: float = 60) -> Detection | None:
+    """A campaign over everything the plain target offers, until it breaks the fault's rule."""
+
+    class Search(Campaign):
+        def _keep(self, rule: str, run: Run, plan: Plan) -> None:
+            if rule == fault.rule:
+                actions, passed = self.result.coverage.lines, time.monotonic() - self.started
+                raise Detected(Detection(fault, plan, actions, passed))
+            super()._keep(rule, run, plan)
+
+    budget = Budget(seconds=seconds)
     try:
-        campaign.run()
-    except Enough as enough:
-        return enough.found
+        Search(fault.target(), Judging(fault.level), Asked(), budget, seed).run()
+    except Detected as end:
+        return end.detection
     return None
 
 
@@ -228,13 +243,14 @@ def trace_path(folder: Path, fault: Fault) -> Path:
     return folder / f"fault-{fault.name}.ndjson"
 
 
-def write_traces(folder: Path, seeds: Iterable[int]) -> None:
+def write_traces(folder: Path, faults: Iterable[Fault], seeds: Iterable[int]) -> None:
     """For each fault the shortest of the traces that these seeds shrink to."""
-    for fault in FAULTS.values():
-        found = [found for seed in seeds if (found := search(fault, seed)) is not None]
-        if not found:
+    for fault in faults:
+        found = (search(fault, seed) for seed in seeds)
+        traces = [detection.shrunk() for detection in found if detection is not None]
+        if not traces:
             raise SystemExit(f"{fault.name}: {fault.rule} was not found")
-        shortest = min((one.trace for one in found), key=lambda trace: len(trace.lines))
+        shortest = min(traces, key=lambda trace: len(trace.lines))
         write_trace(trace_path(folder, fault), shortest)
         print(f"{trace_path(folder, fault)}: {fault.rule} in {len(shortest.lines)} actions")
 
@@ -243,8 +259,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvproof_stateful.faults", description=__doc__)
     parser.add_argument("--write", metavar="DIR", type=Path, required=True)
     parser.add_argument("--seeds", metavar="N", type=int, default=3, help="search seeds 0 to N - 1")
+    parser.add_argument("names", metavar="FAULT", nargs="*", help="only these faults")
     options = parser.parse_args()
-    write_traces(options.write, range(options.seeds))
+    chosen = [FAULTS[name] for name in options.names or FAULTS]
+    write_traces(options.write, chosen, range(options.seeds))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def machine_over(
 
         @rule(data=st.data())
         def step(self, data: st.DataObject) -> None:
-            enabled = list(choices(self.judged.state, scope))
+            enabled = choices(self.judged.state, scope)
             choice = data.draw(st.sampled_from(enabled))
             picks = [data.draw(st.integers(0, len(domain) - 1)) for domain in choice.domains]
             counted[0] += 1

@@ -104,7 +104,7 @@ class Run:
         snapshot: Snapshot | None = None
         verdict = None
         try:
-            answer = guarded(self.seconds, str(action), lambda: self.target.perform(action))
+            answer = guarded(self.seconds, action, lambda: self.target.perform(action))
             if self.judging.snapshots:
                 snapshot = guarded(self.seconds, "snapshot", self.target.snapshot)
             self.oracle.step(action, answer, snapshot)
@@ -123,7 +123,7 @@ class Run:
         return answer
 
 
-def guarded(seconds: float, what: str, call: Callable[[], T]) -> T:
+def guarded(seconds: float, what: object, call: Callable[[], T]) -> T:
     """Call into the target: whatever it raises, or taking too long, is `TargetFailed`."""
     if seconds:
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -150,7 +150,7 @@ def perform_plan(target: Target, judging: Judging, plan: Plan) -> tuple[Run, Pla
     performed = []
     try:
         for pick in plan.picks:
-            choice = pick.find(list(choices(run.state, plan.scope)))
+            choice = pick.find(choices(run.state, plan.scope))
             if choice is not None:
                 performed.append(pick)
                 run.step(choice.action(pick.parameters))

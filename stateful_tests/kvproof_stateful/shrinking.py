@@ -118,10 +118,9 @@ def minimize(plan: Plan, breaks: Callable[[Plan], bool]) -> None:
         verbosity=Verbosity.quiet,
         suppress_health_check=list(HealthCheck),
     )
-    with seeded():
-        # What it raises when the attempts are used up: the best plan so far stands.
-        with suppress(HypothesisException, SkipTest):
-            find(plans(plan.scope), breaks, settings=limits, database_key=KEY)
+    # What it raises when the attempts are used up: the best plan so far stands.
+    with seeded(), suppress(HypothesisException, SkipTest):
+        find(plans(plan.scope), breaks, settings=limits, database_key=KEY)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def describe(before: State, after: State, line: Line) -> str:
     match answer:
         case Hit():
             blocks = sorted({b for table in answer.tables for b in table if b})
-            counts = [held[block] for block in blocks]
+            counts = [held.get(block, 0) for block in blocks]
             parts.append(f"hit_tokens={answer.tokens} blocks={shown(answer.tables)} ref={counts}")
         case Granted():
             new = f" new={shown(answer.new)}" if answer.new is not None else ""

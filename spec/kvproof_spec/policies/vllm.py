@@ -33,7 +33,7 @@ from kvproof_spec.answers import (
 )
 from kvproof_spec.config import Config, Group, ceil_div
 from kvproof_spec.derived import processed_tokens, tokens_in_flight, unissued_cells
-from kvproof_spec.pages import NULL_BLOCK, Tables
+from kvproof_spec.pages import NULL_BLOCK, Tables, normal_blocks
 from kvproof_spec.prefix import Prefix
 from kvproof_spec.state import Request, State
 
@@ -49,24 +49,29 @@ class VllmPool:
 
     def __init__(self, num_blocks: int, caching: bool) -> None:
         self.caching = caching
-        self.free_order = list(range(1, num_blocks))
+        self.free_order: tuple[int, ...] = normal_blocks(num_blocks)
         self.references = [0] * num_blocks
         self.key_of: dict[int, Key] = {}
         self.copies: dict[Key, dict[int, None]] = {}  # the first one is returned
 
     def take(self, count: int) -> list[int]:
-        taken, self.free_order = self.free_order[:count], self.free_order[count:]
+        taken = list(self.free_order[:count])
+        if count:
+            self.free_order = self.free_order[count:]
         for block in taken:
             self.forget(block)
             self.references[block] += 1
         return taken
 
-    def hold(self, blocks: Iterable[int]) -> None:
+    def hold(self, blocks: Sequence[int]) -> None:
+        reclaimed = [b for b in blocks if b != NULL_BLOCK and not self.references[b]]
+        if reclaimed:
+            free_order = list(self.free_order)
+            for block in reclaimed:
+                free_order.remove(block)
+            self.free_order = tuple(free_order)
         for block in blocks:
-            if block != NULL_BLOCK:
-                if not self.references[block]:
-                    self.free_order.remove(block)
-                self.references[block] += 1
+            self.references[block] += block != NULL_BLOCK
 
     def free(self, batch: Iterable[int]) -> None:
         first: list[int] = []
@@ -78,7 +83,7 @@ class VllmPool:
             if not self.references[block]:
                 (last if self.caching and block in self.key_of else first).append(block)
         if first or last:
-            self.free_order = first + self.free_order + last
+            self.free_order = (*first, *self.free_order, *last)
 
     def publish(self, key: Key, block: int) -> None:
         if self.key_of.get(block) != key:
@@ -115,6 +120,7 @@ class VllmPolicy:
         self.config = config
         self.corrections = corrections
         self.groups = config.groups
+        self.boundary = config.boundary
         self.pool = VllmPool(config.num_blocks, config.caching)
         self.tables: list[dict[int, list[int]]] = [{} for _ in config.groups]
         self.published: list[dict[int, int]] = [{} for _ in config.groups]  # full blocks
@@ -146,7 +152,7 @@ class VllmPolicy:
     def snapshot(self) -> Snapshot:
         copies = self.pool.copies.items()
         keys = tuple(sorted((key[0], tuple(blocks)) for key, blocks in copies))
-        return Snapshot(free_order=tuple(self.pool.free_order), keys=keys)
+        return Snapshot(free_order=self.pool.free_order, keys=keys)
 
     def _tables_of(self, request: int) -> Tables:
         return tuple(tuple(table.get(request, ())) for table in self.tables)
@@ -202,7 +208,7 @@ class VllmPolicy:
             if block is None:
                 run = 0
                 continue
-            if run == 0 and (entry + 1) * group.block_size % self.config.boundary:
+            if run == 0 and (entry + 1) * group.block_size % self.boundary:
                 continue
             blocks[entry] = block
             run += 1
@@ -212,7 +218,7 @@ class VllmPolicy:
 
     def _cut_to_boundary(self, group: Group, blocks: list[int]) -> list[int]:
         tokens = len(blocks) * group.block_size
-        return blocks[: (tokens - tokens % self.config.boundary) // group.block_size]
+        return blocks[: (tokens - tokens % self.boundary) // group.block_size]
 
     def _cached(self, group_id: int, request: Request, entry: int) -> int | None:
         return self.pool.find((group_id, self._last_content(group_id, request, entry)))
@@ -293,7 +299,7 @@ class VllmPolicy:
         if not self.config.caching:
             return
         if len(self.groups) > 1:
-            tokens -= tokens % self.config.boundary
+            tokens -= tokens % self.boundary
         for group_id, group in enumerate(self.groups):
             first = self.published[group_id].get(request.id, 0)
             end = tokens // group.block_size
@@ -307,7 +313,7 @@ class VllmPolicy:
 
     def _worth_publishing(self, group: Group, entries: Sequence[int]) -> Iterator[int]:
         """A window needs only the tail before each common boundary."""
-        per_boundary = self.config.boundary // group.block_size
+        per_boundary = self.boundary // group.block_size
         tail = ceil_div(group.window - 1, group.block_size)
         for entry in entries:
             if group.kind == "full" or entry % per_boundary >= per_boundary - tail:

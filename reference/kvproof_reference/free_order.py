@@ -1,0 +1,72 @@
+"""The order of free blocks: a stack in front of a queue, and removal from the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import copy
+from typing import Self
+
+GONE = 0
+"""In the place of a block that was removed: the null block is never free."""
+
+
+class FreeOrder:
+    """Free block ids, the next one to be handed out first.
+
+    Blocks that nothing can find go on the stack and are reused first; the others wait in
+    the queue.  All operations take constant time, on average over those that came before.
+    """
+
+    __slots__ = ("_head", "_place", "_queue", "_stack")
+
+    def __init__(self, blocks: Iterable[int]) -> None:
+        self._stack: list[int] = []  # the last one is next
+        self._queue: list[int] = list(blocks)
+        self._head = 0  # everything before it has been handed out
+        self._place = {block: index for index, block in enumerate(self._queue)}
+
+    def __len__(self) -> int:
+        return len(self._stack) + len(self._place)
+
+    def pop(self) -> int:
+        """Take the first block; `IndexError` if there is none."""
+        if self._stack:
+            return self._stack.pop()
+        while self._queue[self._head] == GONE:
+            self._head += 1
+        block = self._queue[self._head]
+        self._head += 1
+        del self._place[block]
+        return block
+
+    def prepend(self, block: int) -> None:
+        self._stack.append(block)
+
+    def append(self, block: int) -> None:
+        if len(self._queue) > 2 * len(self._place) + 64:
+            self._compact()
+        self._place[block] = len(self._queue)
+        self._queue.append(block)
+
+    def remove(self, block: int) -> None:
+        """Take a block from anywhere; `ValueError` if it is not free."""
+        place = self._place.pop(block, None)
+        if place is None:
+            self._stack.remove(block)  # findable again, which only a faulty manager does
+        else:
+            self._queue[place] = GONE
+
+    def _compact(self) -> None:
+        self._queue = [block for block in self._queue[self._head :] if block != GONE]
+        self._head = 0
+        self._place = {block: index for index, block in enumerate(self._queue)}
+
+    def as_tuple(self) -> tuple[int, ...]:
+        return (*reversed(self._stack), *filter(None, self._queue[self._head :]))
+
+    def clone(self) -> Self:
+        twin = copy(self)
+        twin._stack = self._stack.copy()
+        twin._queue = self._queue.copy()
+        twin._place = self._place.copy()
+        return twin
