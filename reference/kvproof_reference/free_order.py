@@ -57,12 +57,14 @@ class FreeOrder:
             self._queue[place] = GONE
 
     def _compact(self) -> None:
-        self._queue = [block for block in self._queue[self._head :] if block != GONE]
+        self._queue = list(self._place)  # in the order in which they were appended
         self._head = 0
-        self._place = {block: index for index, block in enumerate(self._queue)}
+        self._place = dict(zip(self._queue, range(len(self._queue)), strict=True))
 
     def as_tuple(self) -> tuple[int, ...]:
-        return (*reversed(self._stack), *filter(None, self._queue[self._head :]))
+        if len(self._queue) - self._head > len(self._place):
+            self._compact()
+        return (*reversed(self._stack), *self._queue[self._head :])
 
     def clone(self) -> Self:
         twin = copy(self)
