@@ -27,7 +27,7 @@ from kvproof_spec.derived import (
     tokens_in_flight,
     unissued_cells,
 )
-from kvproof_spec.pages import NULL_BLOCK, Pages, PageWriter, Tables, cells
+from kvproof_spec.pages import Pages, PageWriter, Tables, cells, handed_out
 from kvproof_spec.prefix import Symbol, extend_content
 from kvproof_spec.state import ActionDisabled, PendingHit, Request, Row, State, Status, Step
 
@@ -184,16 +184,6 @@ class Allocate:
         return state._replace(requests=state.having(granted), promise=promise.pages(), hit=None)
 
 
-def handed_out(before: Tables, after: Tables) -> list[tuple[int, int, int]]:
-    """(group, index, block) of each block that `before` does not have at that place."""
-    return [
-        (group, index, block)
-        for group, table in enumerate(after)
-        for index, block in enumerate(table)
-        if block != NULL_BLOCK and before[group][index : index + 1] != (block,)
-    ]
-
-
 @dataclass(frozen=True, slots=True)
 class Issue:
     """The worker gets a step: everything granted since the last one, perhaps nothing."""
@@ -269,12 +259,7 @@ class CompleteStep:
                 output = outputs[row.request]
                 symbols = (*row.drafts[: output.accepted], output.symbol)
                 later = tuple(_resolved(other, row, symbols) for other in later)
-                requests = tuple(
-                    _sampled(request, row, symbols, promise, state)
-                    if request.id == row.request
-                    else request
-                    for request in requests
-                )
+                requests = tuple(_sampled(r, row, symbols, promise, state) for r in requests)
         return state._replace(
             memory=memory.pages(),
             promise=promise.pages(),
@@ -305,8 +290,10 @@ def _sampled(
     What its issued or granted positions now certainly hold is promised: accepted
     drafts, and the sampled token where a later step already computes it.
     """
+    if request.id != row.request:
+        return request
     request = request._replace(content=extend_content(request.content, symbols))
-    if row.admission != request.admission:
+    if request.admission != row.admission:
         return request
     rejected = len(row.drafts) + 1 - len(symbols)
     request = request._replace(computed=request.computed - rejected)

@@ -186,7 +186,7 @@ def _counts(most: int) -> tuple[int, ...]:
 def _admissions(state: State, scope: Scope, request: Request) -> list[Choice]:
     assert state.hit is not None
     rest = request.known - state.hit.tokens
-    if rest < 1 or has_stale_rows(state, request):
+    if rest < 1:
         return []
     extras: tuple[Sequence[Any], ...] = (
         range(scope.headroom + 1),

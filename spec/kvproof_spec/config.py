@@ -91,8 +91,8 @@ class Config:
     `num_blocks` counts the null block.  `max_model_len` and `max_in_flight_tokens` are
     in tokens.  `defers_returns`: blocks of a request that leaves while its steps are in
     flight come back when the last of those steps has.  `ordering` says whether steps
-    are ordered among themselves (`stream`) or not (`strict`).  With `scheduling` the
-    target runs its own scheduler.
+    are ordered among themselves (`stream`) or not (`strict`).  `worker`: rows are sent to a
+    worker, and shown.  With `scheduling` the target runs its own scheduler.
     """
 
     groups: tuple[Group, ...]
@@ -102,6 +102,7 @@ class Config:
     max_in_flight_tokens: int = 64
     defers_returns: bool = False
     ordering: Ordering = "stream"
+    worker: bool = True
     scheduling: Scheduling | None = None
 
     @property

@@ -9,13 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvproof_spec.actions import (
-    Allocate,
-    Issue,
-    Lookup,
-    Segments,
-    Trim,
-)
+from kvproof_spec.actions import Allocate, Issue, Lookup, Segments, Trim
 from kvproof_spec.answers import Granted, Hit, Issued, Raised, Refused, Returned
 from kvproof_spec.derived import (
     has_stale_rows,
@@ -54,8 +48,10 @@ def _free_is_listed_once(expected: Expected, observed: Observed) -> Iterator[str
         yield f"the free list {free} is counted as {snapshot.free_blocks} blocks"
     if snapshot.free_order_reversed not in (None, free):
         yield f"walked backwards the free list is {snapshot.free_order_reversed}, not {free}"
-    if NULL_BLOCK in listed or not listed.isdisjoint(held):
-        yield f"listed as free, but held or null: blocks {sorted(listed & {NULL_BLOCK, *held})}"
+    if not NULL_BLOCK < pool.ends[0] <= pool.ends[1] < expected.config.num_blocks:
+        yield f"listed as free, but no normal block: {pool.ends} of {expected.config.num_blocks}"
+    if not listed.isdisjoint(held):
+        yield f"listed as free, but held: blocks {sorted(listed & held.keys())}"
     if len(listed) + len(held) < expected.config.num_blocks - 1:
         lost = set(range(1, expected.config.num_blocks)) - listed - held.keys()
         yield f"neither free nor held: blocks {sorted(lost)}"
@@ -115,44 +111,50 @@ def _holes(expected: Expected, tables: Tables, start: int, end: int, name: str) 
                 yield f"{name} tokens has no block at entry {index} of group {group_id}: {table}"
 
 
-@rule("grant", "snapshot")
+@rule("grant", "kept", "snapshot")
 def nothing_in_use_is_handed_out(expected: Expected, observed: Observed) -> Iterator[str]:
     """I4: an unordered operation keeps its blocks, and gets none that a step still needs."""
     if isinstance(observed.answer, Granted):
         needed = needed_in_flight(expected.before) if expected.action.unordered else set()
         for group, index, block in expected.handed_out:
             if block in expected.used_before | needed:
-                by = "a load" if block in expected.used_before else "a step in flight"
+                by = "an operation" if block in expected.used_before else "a step in flight"
                 yield f"block {block}, handed out for entry {index} of group {group}: {by} needs it"
-    if observed.pool is not None:
-        early = used_by_operations(expected.after) & observed.pool.listed
-        if early:
-            yield f"blocks {sorted(early)} are listed as free while an operation uses them"
-        if expected.after.deferred and not expected.after.steps:
-            yield f"blocks {expected.after.deferred} are kept for steps, and none is in flight"
+    if early := used_by_operations(expected.after) & observed.listed:
+        yield f"blocks {sorted(early)} are listed as free while an operation uses them"
+    if expected.after.deferred and not expected.after.steps:
+        yield f"blocks {expected.after.deferred} are kept for steps, and none is in flight"
+    if expected.kept_from_nobody:
+        yield f"blocks {expected.kept_from_nobody} are kept back, and nobody has left with them"
 
 
-@rule("rows", "snapshot")
+@rule("rows", "sent", "tables")
 def the_worker_sees_the_table(expected: Expected, observed: Observed) -> Iterator[str]:
     """I5: at every position that a step needs, the worker's row names the table's block."""
     if isinstance(observed.answer, Issued) and observed.answer.rows is not None:
         rows, sent = expected.after.steps[-1].rows, observed.answer.rows
-        if {row.request for row in sent} != {row.request for row in rows}:
+        if sorted(row.request for row in sent) != sorted(row.request for row in rows):
             yield f"the worker has rows {sent}, scheduled are {rows}"
         for row in rows:
-            meant = set(needed_cells(expected.groups, expected.tables(row), row.start, row.end))
-            seen = set(needed_cells(expected.groups, row.tables, row.start, row.end))
-            for block, group, _, position in sorted(meant - seen):
+            meant = expected.touched_cells(row, expected.tables(row))
+            seen = expected.touched_cells(row, row.tables)
+            for _, group, _, position in sorted(meant ^ seen):
                 where = f"request {row.request}, group {group}, position {position}"
-                yield f"{where} is in block {block}; the worker has {row.tables[group]}"
+                table = expected.tables(row)[group]
+                yield f"{where}: the table is {table}, the worker has {row.tables[group]}"
     yield from _tables_not_told(expected, observed)
 
 
 def _tables_not_told(expected: Expected, observed: Observed) -> Iterator[str]:
-    for request_id, tables in observed.tables:
-        request = expected.after.get(request_id)
-        if request is None or request.tables != tables:
-            yield f"request {request_id} has {tables}, told was {request and request.tables}"
+    if isinstance(observed.answer, Granted) and expected.request.status == "running":
+        if observed.answer.new not in (None, expected.appended):
+            yield f"the worker is sent {observed.answer.new}, appended were {expected.appended}"
+    if observed.tables is not None:
+        told = {request.id: request.tables for request in expected.after.requests}
+        for request_id in told.keys() | observed.tables.keys():
+            shown = observed.tables.get(request_id, expected.config.no_tables)
+            if told.get(request_id) != shown:
+                yield f"request {request_id} has {shown}, told was {told.get(request_id)}"
 
 
 @rule("hit")
@@ -226,9 +228,10 @@ def blocks_wanted(
     if expected.request.status == "running":
         return max(entries - len(table), 0), 0
     first = group.first_needed_block(ends.restart)
-    reclaimed = sum(
-        block != NULL_BLOCK and block not in expected.held_before for block in table[first:]
-    )
+    held = {*expected.held_before, NULL_BLOCK}
+    after = expected.request_after.tables[group_id]
+    kept = [block for block, now in zip(table[:first], after, strict=False) if block == now]
+    reclaimed = sum(block not in held for block in (*kept, *table[first:]))
     return max(entries - max(first, len(table)), 0), reclaimed
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from kvproof_spec.actions import Action, Allocate, CompleteStep, Lookup, Segments, handed_out
+from kvproof_spec.actions import Action, Allocate, CompleteStep, Lookup, Release, Segments
 from kvproof_spec.answers import (
     Answer,
     Done,
@@ -21,14 +22,14 @@ from kvproof_spec.answers import (
     Trimmed,
 )
 from kvproof_spec.derived import references, rows_in_flight, used_by_operations
-from kvproof_spec.pages import NULL_BLOCK, Cell, Tables, cells, needed_cells, read_page
+from kvproof_spec.pages import NULL_BLOCK, Cell, Tables, cells, handed_out, needed_cells, read_page
 from kvproof_spec.state import Request, Row, State
 
 T = TypeVar("T")
 
 Evidence = Literal[
     "lookup", "hit", "grant", "refusal", "raised", "trim", "step", "reads", "rows", "snapshot",
-    "resumption", "stale output", "answer",
+    "tables", "sent", "kept", "resumption", "stale output", "answer",
 ]  # fmt: skip
 EVIDENCE: dict[Evidence, str] = {
     "lookup": "the answer to a lookup",
@@ -41,6 +42,9 @@ EVIDENCE: dict[Evidence, str] = {
     "reads": "what a returned step has read, by the tables or rows shown",
     "rows": "the rows of the target's worker",
     "snapshot": "what the target shows of itself between actions",
+    "tables": "the tables of all requests, in a snapshot",
+    "sent": "the ids that a running request's grant sends to the worker",
+    "kept": "what a target keeps back for steps in flight",
     "resumption": "a preempted request that the target's scheduler admits again",
     "stale output": "a step that returns to the target's scheduler after a preemption",
     "answer": "the answer that a policy predicts",
@@ -82,6 +86,11 @@ class Expected:
         """The manager's tables of a row's request, after the action."""
         return self.after.find(row.request).tables
 
+    def touched_cells(self, row: Row, tables: Tables) -> set[Cell]:
+        """What the row's step would read and write through these tables."""
+        read = needed_cells(self.groups, tables, row.start, row.end)
+        return {*read, *cells(self.groups, tables, row.first_write, row.end)}
+
     @lazy
     def held_before(self) -> dict[int, int]:
         """References by block, without those that this call's own trim gave back."""
@@ -104,6 +113,22 @@ class Expected:
         """Of the allocation that is judged."""
         segments: Segments = self.action.segments(self.before)
         return segments
+
+    @lazy
+    def appended(self) -> Tables:
+        """What a grant has added at the end of a running request's tables."""
+        before, after = self.request.tables, self.request_after.tables
+        return tuple(now[len(was) :] for was, now in zip(before, after, strict=True))
+
+    @lazy
+    def kept_from_nobody(self) -> list[int]:
+        """Blocks newly kept back that the request which left, if one did, has not held."""
+        if self.after.deferred == self.before.deferred:
+            return []
+        kept = Counter(self.after.deferred) - Counter(self.before.deferred)
+        if isinstance(self.action, Release):
+            kept -= Counter(block for table in self.request.tables for block in table)
+        return sorted(kept)
 
     @lazy
     def used_before(self) -> set[int]:
@@ -161,19 +186,27 @@ class Expected:
 
 
 class ShownPool:
-    """A snapshot's free order and counts as sets: built once for as long as they stay the same."""
+    """A snapshot's free order and counts, looked through once for as long as they stay the same.
+
+    `ends` are the lowest and the highest id listed.
+    """
+
+    listed: frozenset[int]
+    ends: tuple[int, int]
+    referenced: int
 
     def __init__(self, snapshot: Snapshot, before: ShownPool | None = None) -> None:
         self.free_order = snapshot.free_order
         self.counts = counts = snapshot.reference_counts or ()
-        same_order = before is not None and before.free_order is self.free_order
-        same_counts = before is not None and before.counts == counts
-        self.listed: frozenset[int] = (
-            before.listed if before and same_order else frozenset(self.free_order)
-        )
-        self.referenced: int = (  # normal blocks whose count is not 0
-            before.referenced if before and same_counts else len(counts[1:]) - counts[1:].count(0)
-        )
+        if before is not None and before.free_order is self.free_order:
+            self.listed, self.ends = before.listed, before.ends
+        else:
+            self.listed = frozenset(self.free_order)
+            self.ends = min(self.free_order, default=1), max(self.free_order, default=1)
+        if before is not None and before.counts == counts:
+            self.referenced = before.referenced
+        else:  # normal blocks whose count is not 0
+            self.referenced = len(counts[1:]) - counts[1:].count(0)
 
 
 class Observed:
@@ -187,9 +220,15 @@ class Observed:
         self.pool = ShownPool(snapshot, before) if snapshot is not None else None
 
     @property
-    def tables(self) -> tuple[tuple[int, Tables], ...]:
-        """(request, tables) as the snapshot shows them."""
-        return (self.snapshot.tables if self.snapshot else None) or ()
+    def listed(self) -> frozenset[int]:
+        """The blocks that a snapshot lists as free."""
+        return self.pool.listed if self.pool else frozenset()
+
+    @property
+    def tables(self) -> dict[int, Tables] | None:
+        """The tables of all requests, where the snapshot shows them."""
+        shown = self.snapshot.tables if self.snapshot else None
+        return None if shown is None else dict(shown)
 
 
 Judge = Callable[[Expected, Observed], Iterator[str]]
@@ -225,10 +264,14 @@ def evidence_shown(expected: Expected, observed: Observed, scheduled: bool) -> l
         shown.append("hit")
     elif isinstance(observed.answer, Issued) and observed.answer.rows is not None:
         shown.append("rows")
-    elif isinstance(expected.action, CompleteStep):
-        shown.append("reads")
+    elif isinstance(observed.answer, Granted) and observed.answer.new is not None:
+        shown += ["sent"] if expected.request.status == "running" else []
+    elif isinstance(observed.answer, Returned):
+        shown += ["reads"] if isinstance(expected.action, CompleteStep) else []
+        shown += ["kept"] if observed.answer.deferred is not None else []
     if observed.snapshot is not None:
         shown.append("snapshot")
+        shown += ["tables"] if observed.snapshot.tables is not None else []
     if scheduled:
         shown += _decided_by_its_scheduler(expected)
     return shown

@@ -99,7 +99,13 @@ def _updated(
     state: State, action: CompleteStep, answer: Updated
 ) -> Iterator[tuple[Action, Answer]]:
     """The step returns, then who ended leaves; what was kept back for it is given back first."""
-    still_kept = Counter(state.deferred) & Counter(answer.deferred)
-    yield action, Returned(tuple(still_kept.elements()), answer.computed)
+    kept = Counter(state.deferred) & Counter(answer.deferred)
+    newly = Counter(answer.deferred) - kept
+    yield action, Returned(tuple(kept.elements()), answer.computed)
     for request_id in answer.finished:
-        yield Release(request_id, "finish"), Returned(answer.deferred)
+        request = state.find(request_id)
+        own = newly & Counter(block for table in request.tables for block in table)
+        if request_id == answer.finished[-1]:
+            own = newly
+        kept, newly = kept + own, newly - own
+        yield Release(request_id, "finish"), Returned(tuple(kept.elements()))

@@ -116,6 +116,8 @@ class Oracle:
     def step(self, action: Action, answer: Answer, snapshot: Snapshot | None = None) -> None:
         """Take one answer, or raise: `ActionDisabled`, `NonsenseAnswer` or `Violation`."""
         check_answer(self.state, action, answer)
+        check_snapshot(self.state, snapshot)
+        before = self.state
         if not isinstance(answer, Scheduled | Updated):
             self._judge(action, answer, snapshot)
             return
@@ -125,9 +127,14 @@ class Oracle:
                 self._judge(part, its_answer, None, scheduled=True)
             self._judge(*parts[-1], snapshot, scheduled=True)
         except InconsistentAnswer as error:
+            self.state = before
             raise NonsenseAnswer(str(error)) from None
         except ActionDisabled as error:
+            self.state = before
             raise NonsenseAnswer(f"its scheduler did what no engine may: {error}") from None
+        except Violation:
+            self.state = before
+            raise
 
     def _judge(
         self, action: Action, answer: Answer, snapshot: Snapshot | None, scheduled: bool = False
@@ -201,6 +208,13 @@ def check_answer(state: State, action: Action, answer: Answer) -> None:
             check_blocks(answer.deferred or (), state.config.num_blocks)
     except TypeError as error:
         raise NonsenseAnswer(f"{answer} has no block ids where they belong: {error}") from None
+
+
+def check_snapshot(state: State, snapshot: Snapshot | None) -> None:
+    """Raise `NonsenseAnswer` if there is not one count for each block."""
+    counts = snapshot.reference_counts if snapshot is not None else None
+    if counts is not None and len(counts) != state.config.num_blocks:
+        raise NonsenseAnswer(f"{len(counts)} counts for {state.config.num_blocks} blocks")
 
 
 def tables_shown(answer: Answer) -> list[Tables]:

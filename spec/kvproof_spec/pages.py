@@ -72,6 +72,16 @@ class Pages:
         return f"Pages({self._pages})"
 
 
+def handed_out(before: Tables, after: Tables) -> list[tuple[int, int, int]]:
+    """(group, index, block) of each block that `before` does not have at that place."""
+    return [
+        (group, index, block)
+        for group, table in enumerate(after)
+        for index, block in enumerate(table)
+        if block != NULL_BLOCK and before[group][index : index + 1] != (block,)
+    ]
+
+
 def read_page(pages: Pages, block: int, group: int, offset: int) -> Prefix | None:
     """What `group` finds in a cell; another group's write has destroyed the page."""
     page = pages.get(block)

@@ -71,6 +71,9 @@ def _decode_union(value: Any, members: Sequence[Any]) -> Any:
         names = ", ".join(getattr(m, "__name__", str(m)) for m in members)
         _expect(value["type"], bool(named), f"one of {names}")
         return decode(value, named[0])
+    records = [member for member in members if is_dataclass(member)]
+    if isinstance(value, Mapping) and len(records) > 1:
+        raise MalformedRecord("an object says by its type which of several it is")
     problem: MalformedRecord | None = None
     for member in members:
         try:

@@ -135,6 +135,8 @@ def _parse_header(value: Any) -> Header:
         raise MalformedRecord(
             f"format {version} is newer than this kvproof reads ({FORMAT_VERSION}): upgrade kvproof"
         )
+    if version != FORMAT_VERSION:
+        raise MalformedRecord(f"there is no format {version}")
     header = decode(value, Header)
     assert isinstance(header, Header)
     return header

@@ -268,13 +268,13 @@ CASES = (
     ),
     shown(
         "the null block in the free list",
-        "listed as free, but held or null: blocks [0]",
+        "listed as free, but no normal block: (0, 4) of 5",
         GRANT.showing(0, 3, 4),
         SHOWN,
     ),
     shown(
         "a held block in the free list",
-        "listed as free, but held or null: blocks [2]",
+        "listed as free, but held: blocks [2]",
         GRANT.showing(2, 3, 4),
         SHOWN,
     ),
@@ -402,7 +402,7 @@ CASES = (
         (*LOADING, submit(2, 5, 6), lookup(2, 0, ())),
         (grant(Allocate(2, new=2), (3,)),),
         (grant(Allocate(2, new=2), (4,)),),
-        "block 3, handed out for entry 0 of group 0: a load needs it",
+        "block 3, handed out for entry 0 of group 0: an operation needs it",
         first="I1",
     ),
     Case(
@@ -449,7 +449,7 @@ CASES = (
         GRANTED,
         (issue((0, ((1, 3),))),),
         (issue((0, ((1, 2),))),),
-        "request 0, group 0, position 2 is in block 2; the worker has (1, 3)",
+        "request 0, group 0, position 2: the table is (1, 2), the worker has (1, 3)",
     ),
     Case(
         "I5",
@@ -458,7 +458,7 @@ CASES = (
         GRANTED,
         (issue((0, ((1,),))),),
         (issue((0, ((1, 2),))),),
-        "request 0, group 0, position 2 is in block 2; the worker has (1,)",
+        "request 0, group 0, position 2: the table is (1, 2), the worker has (1,)",
     ),
     Case(
         "I5",
@@ -1083,7 +1083,7 @@ def test_evidence_that_is_shown_is_counted() -> None:
     rows = issue((0, ((1, 2),))).showing(3, 4, tables=((0, ((1, 2),)),))
     oracle = passes(FULL, *GRANTED, rows, complete(0, (0, 9)))
     assert oracle.evaluated["I5", "rows"] == 1
-    assert oracle.evaluated["I5", "snapshot"] == 1
+    assert oracle.evaluated["I5", "tables"] == 1
     assert oracle.evaluated["I1", "snapshot"] == 1
     assert oracle.evaluated["I1", "grant"] == 1
     assert oracle.evaluated["I2", "reads"] == 1

@@ -77,6 +77,7 @@ def draw_scope(rng: Random, hello: Hello, asked: Asked) -> Scope:
         max_model_len=128,
         defers_returns={"async", "external"} <= features or rng.random() < 0.3,
         ordering="strict" if asked.strict else "stream",
+        worker="worker" in features,
     )
     if asked.strict:
         config = replace(config, defers_returns=True)
@@ -114,7 +115,8 @@ def draw_features(
     optional = sorted(hello.features - {"full", "sliding"} - asked.excluded)
     chance = {"uncached": 0.12, "worker": 0.9}
     drawn = {feature for feature in optional if rng.random() < chance.get(feature, 0.75)}
-    return kinds | drawn
+    always = {"preempt", "worker"} if hello.observed else set()  # its scheduler's own doing
+    return kinds | drawn | always
 
 
 def draw_prompts(rng: Random, boundary: int) -> tuple[tuple[int, ...], ...]:

@@ -92,6 +92,8 @@ class PlainTarget(DrivenTarget):
 
     def issue(self, rows: list[Progress]) -> Issued:
         sent = []
+        if not self.config.worker:
+            return Issued()
         for progress in rows:
             if progress.id in self.unsent:
                 for new in self.unsent[progress.id]:
