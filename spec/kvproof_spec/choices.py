@@ -178,9 +178,9 @@ def _around_a_scheduler(state: State, scope: Scope) -> list[Choice]:
     return found
 
 
-def _counts(most: int) -> tuple[int, ...]:
-    """1 to `most`, the most first."""
-    return (most, *range(1, most))
+def _counts(most: int) -> range:
+    """`most` down to 1."""
+    return range(most, 0, -1)
 
 
 def _admissions(state: State, scope: Scope, request: Request) -> list[Choice]:

@@ -186,43 +186,71 @@ class Expected:
 
 
 class ShownPool:
-    """A snapshot's free order and counts, looked through once for as long as they stay the same.
+    """What a snapshot shows of the pool, brought up to date from one snapshot to the next.
 
-    `ends` are the lowest and the highest id listed.
+    `listed` are the ids of the free order, `strange` those that are no normal block, and
+    `referenced` is the number of normal blocks whose count is not 0.
     """
 
-    listed: frozenset[int]
-    ends: tuple[int, int]
-    referenced: int
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.free_order: tuple[int, ...] = ()
+        self.counts: tuple[int, ...] = ()
+        self.listed: set[int] = set()
+        self.strange: set[int] = set()
+        self.referenced = 0
 
-    def __init__(self, snapshot: Snapshot, before: ShownPool | None = None) -> None:
-        self.free_order = snapshot.free_order
-        self.counts = counts = snapshot.reference_counts or ()
-        if before is not None and before.free_order is self.free_order:
-            self.listed, self.ends = before.listed, before.ends
-        else:
-            self.listed = frozenset(self.free_order)
-            self.ends = min(self.free_order, default=1), max(self.free_order, default=1)
-        if before is not None and before.counts == counts:
-            self.referenced = before.referenced
-        else:  # normal blocks whose count is not 0
+    def show(self, snapshot: Snapshot) -> None:
+        """Take in the next snapshot of the same run."""
+        order, counts = snapshot.free_order, snapshot.reference_counts or ()
+        if order is not self.free_order:
+            gone, come = changed_ends(self.free_order, order)
+            self.free_order = order
+            self.listed.difference_update(gone)
+            self.listed.update(come)
+            self.strange.difference_update(gone)
+            if come and not 0 < min(come) <= max(come) < self.num_blocks:
+                self.strange.update(block for block in come if not 0 < block < self.num_blocks)
+        if counts != self.counts:
+            self.counts = counts
             self.referenced = len(counts[1:]) - counts[1:].count(0)
+
+
+def changed_ends(
+    before: tuple[int, ...], after: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What went and what came at both ends; everything, if the middle has changed too.
+
+    >>> changed_ends((1, 2, 3, 4), (3, 4, 2))
+    ((1, 2), (2,))
+    >>> changed_ends((1, 2, 3, 4), (1, 3, 4))
+    ((1, 2, 3, 4), (1, 3, 4))
+    """
+    middle = len(before) // 2
+    try:
+        shift = after.index(before[middle]) - middle
+    except (IndexError, ValueError):
+        return before, after
+    first, end = max(0, -shift), min(len(before), len(after) - shift)
+    if before[first:end] != after[first + shift : end + shift]:
+        return before, after
+    return before[:first] + before[end:], after[: first + shift] + after[end + shift :]
 
 
 class Observed:
     """What the target showed: its answer, and a snapshot if one was taken."""
 
     def __init__(
-        self, answer: Answer, snapshot: Snapshot | None = None, before: ShownPool | None = None
+        self, answer: Answer, snapshot: Snapshot | None = None, pool: ShownPool | None = None
     ) -> None:
         self.answer = answer
         self.snapshot = snapshot
-        self.pool = ShownPool(snapshot, before) if snapshot is not None else None
+        self.pool = pool
 
     @property
-    def listed(self) -> frozenset[int]:
+    def listed(self) -> set[int]:
         """The blocks that a snapshot lists as free."""
-        return self.pool.listed if self.pool else frozenset()
+        return self.pool.listed if self.pool else set()
 
     @property
     def tables(self) -> dict[int, Tables] | None:

@@ -99,7 +99,7 @@ class Oracle:
         self.policy = policy
         self.evaluated: defaultdict[tuple[str, Evidence], int] = defaultdict(int)
         self._rules = tuple(rules)
-        self._pool: ShownPool | None = None
+        self._pool = ShownPool(config.num_blocks)
         self._equal: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # free orders, compared
         self._judging: dict[tuple[Evidence, ...], list[tuple[Rule, list[Counted]]]] = {}
 
@@ -144,8 +144,9 @@ class Oracle:
         predicted = self.policy.predict(before, action) if self.policy else None
         after = action.apply(before, answer)
         expected = Expected(before, action, after)
-        observed = Observed(answer, snapshot, self._pool)
-        self._pool = observed.pool or self._pool
+        if snapshot is not None:
+            self._pool.show(snapshot)
+        observed = Observed(answer, snapshot, self._pool if snapshot is not None else None)
         broken: list[tuple[str, str]] = []
         shown = tuple(evidence_shown(expected, observed, scheduled))
         for rule, counted in self._rules_for(shown):

@@ -424,7 +424,7 @@ WALKS = {
     "returned at once": walked(Config(PAIR, 14), EVERY - {"external"}),
 }
 STEPS = 120  # a walk
-SEEDS = range(10)
+SEEDS = range(20)
 
 HURRY = {"lookup": 4, "admit": 6, "extend": 4, "issue": 6, "complete step": 4, "complete load": 3}
 """Weights by kind; 1 for the rest, so that requests come far enough to matter."""

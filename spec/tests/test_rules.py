@@ -268,7 +268,7 @@ CASES = (
     ),
     shown(
         "the null block in the free list",
-        "listed as free, but no normal block: (0, 4) of 5",
+        "listed as free, but no normal block: [0]",
         GRANT.showing(0, 3, 4),
         SHOWN,
     ),

@@ -33,6 +33,7 @@ GOALS: dict[str, str] = {
     "outlived": "a step returned for a request that had left",
     "draft rejected": "a step returned fewer drafts than it was given",
     "load": "an unordered load was delivered",
+    "load of everything": "an unordered load was granted for every known token",
     "load failed": "an unordered load failed",
     "load failed half way": "an unordered load failed after its first blocks",
     "forget refused": "forgetting everything was refused",
@@ -139,10 +140,13 @@ def goals_of(before: State, action: Action, answer: Answer) -> list[str]:
 
 
 def _goals_of_a_grant(before: State, action: Allocate) -> list[str]:
-    request = before.find(action.request)
-    if request.status != "preempted":
-        return []
-    return ["resumed", *(["resumed with a hit"] if before.hit and before.hit.tokens else [])]
+    request, goals = before.find(action.request), []
+    if request.status == "preempted":
+        goals += ["resumed"]
+        goals += ["resumed with a hit"] if before.hit and before.hit.tokens else []
+    if action.unordered and action.segments(before).total == request.known:
+        goals += ["load of everything"]
+    return goals
 
 
 def _goals_of_a_schedule(before: State, answer: Scheduled) -> list[str]:

@@ -274,7 +274,8 @@ class KeepsTextBlocks(BrokenTarget):
 
 def install(folder: Path) -> None:
     """Write the metadata of a distribution whose entry points are these targets."""
-    named = [kind for kind in globals().values() if "name" in getattr(kind, "__dict__", ())]
+    kinds = [kind for kind in globals().values() if isinstance(kind, type)]
+    named = [kind for kind in kinds if issubclass(kind, BrokenTarget) and "name" in vars(kind)]
     lines = [f"{kind.name} = broken_targets:{kind.__name__}\n" for kind in named]
     info = folder / "broken_targets-0.dist-info"
     info.mkdir(parents=True)
