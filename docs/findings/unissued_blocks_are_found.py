@@ -56,7 +56,7 @@ scheduler = Scheduler(
     structured_output_manager=StructuredOutputManager(config),
     block_size=BLOCK,
     hash_block_size=BLOCK,
-    mm_registry=None,
+    mm_registry=SimpleNamespace(supports_multimodal_inputs=lambda model: False),
 )
 
 

@@ -288,18 +288,24 @@ def rule(*evidence: Evidence) -> Callable[[Judge], Rule]:
 def evidence_shown(expected: Expected, observed: Observed, scheduled: bool) -> list[Evidence]:
     """What there is to judge by; `scheduled`: the target's own scheduler decided."""
     shown: list[Evidence] = list(SHOWN_BY[type(observed.answer)])
-    if isinstance(observed.answer, Hit) and observed.answer.tokens:
-        shown.append("hit")
-    elif isinstance(observed.answer, Issued) and observed.answer.rows is not None:
-        shown.append("rows")
-    elif isinstance(observed.answer, Granted) and observed.answer.new is not None:
-        shown += ["sent"] if expected.request.status == "running" else []
-    elif isinstance(observed.answer, Returned):
-        shown += ["reads"] if isinstance(expected.action, CompleteStep) else []
-        shown += ["kept"] if observed.answer.deferred is not None else []
+    match observed.answer:
+        case Hit(tokens=tokens) if tokens:
+            shown.append("hit")
+        case Issued(rows=rows) if rows is not None:
+            shown.append("rows")
+        case Granted(new=new) if new is not None and expected.request.status == "running":
+            shown.append("sent")
+        case Returned(deferred=deferred):
+            if isinstance(expected.action, CompleteStep):
+                shown.append("reads")
+            if deferred is not None:
+                shown.append("kept")
+        case _:
+            pass
     if observed.snapshot is not None:
         shown.append("snapshot")
-        shown += ["tables"] if observed.snapshot.tables is not None else []
+        if observed.snapshot.tables is not None:
+            shown.append("tables")
     if scheduled:
         shown += _decided_by_its_scheduler(expected)
     return shown

@@ -80,9 +80,11 @@ class Policy(Protocol):
 
     def predict(self, state: State, action: Action) -> Answer | None:
         """The answer, or None where the policy has nothing to say."""
+        ...
 
     def snapshot(self) -> Snapshot:
-        """Free order, keys and tables after the actions predicted so far."""
+        """Free order and keys after the actions predicted so far."""
+        ...
 
 
 class Oracle:
@@ -106,11 +108,11 @@ class Oracle:
     def _rules_for(self, shown: tuple[Evidence, ...]) -> list[tuple[Rule, list[Counted]]]:
         """The rules that can be evaluated by what is shown, and by which part of it."""
         if shown not in self._judging:
-            usable = [
-                (rule, [(rule.id, evidence) for evidence in rule.evidence if evidence in shown])
-                for rule in self._rules
-            ]
-            self._judging[shown] = [(rule, evidence) for rule, evidence in usable if evidence]
+            judging = self._judging[shown] = []
+            for rule in self._rules:
+                usable: list[Counted] = [(rule.id, e) for e in rule.evidence if e in shown]
+                if usable:
+                    judging.append((rule, usable))
         return self._judging[shown]
 
     def step(self, action: Action, answer: Answer, snapshot: Snapshot | None = None) -> None:

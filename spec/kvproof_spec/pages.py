@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import ItemsView, Iterable, Iterator
 from functools import cache
 
 from kvproof_spec.config import Group
@@ -56,9 +56,9 @@ class Pages:
         """The page of a block, or None if nothing has been written."""
         return self._pages.get(block)
 
-    def items(self) -> list[tuple[int, Page]]:
-        """(block, page), by block."""
-        return sorted(self._pages.items(), key=lambda item: item[0])
+    def items(self) -> ItemsView[int, Page]:
+        """(block, page) of every block that has been written."""
+        return self._pages.items()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pages) and self._pages == other._pages
@@ -101,10 +101,10 @@ class PageWriter:
         if page is None or page[0] != group:
             old = None if block in self._open else self._pages.get(block)
             if old is not None and old[0] == group:
-                page = (group, list(old[1]))
+                cells: list[Prefix | None] = list(old[1])
             else:
-                page = (group, [None] * self._groups[group].block_size)
-            self._open[block] = page
+                cells = [None] * self._groups[group].block_size
+            page = self._open[block] = group, cells
         page[1][offset] = content
 
     def write_all(self, where: Iterable[Cell], content: tuple[Prefix, ...]) -> None:
@@ -120,7 +120,7 @@ class PageWriter:
         """The pages with what was written."""
         if not self._open:
             return self._pages
-        pages = dict(self._pages._pages)
+        pages = dict(self._pages.items())
         for block, page in self._open.items():
             if page is None:
                 pages.pop(block, None)

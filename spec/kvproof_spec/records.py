@@ -10,7 +10,7 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 class MalformedRecord(ValueError):
@@ -42,7 +42,7 @@ def _defaults(record: type) -> tuple[tuple[str, Any], ...]:
 def decode(value: Any, hint: Any) -> Any:
     """The value that `hint` describes; `MalformedRecord` says where it differs."""
     origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
+    if origin is types.UnionType:
         return _decode_union(value, get_args(hint))
     if origin is Literal:
         return _expect(value, value in get_args(hint), f"one of {get_args(hint)}")

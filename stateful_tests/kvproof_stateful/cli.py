@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import kvproof_stateful
 
@@ -66,10 +67,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-Commands = argparse._SubParsersAction
+Commands = Any  # argparse names no type for what add_subparsers returns
 
 
-def add_campaign(commands: Commands[argparse.ArgumentParser]) -> None:
+def add_campaign(commands: Commands) -> None:
     command = commands.add_parser(
         "campaign",
         help="drive a target through seeded random runs and judge every answer",
@@ -122,7 +123,7 @@ def add_campaign(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument("--json", action="store_true", help="the report as JSON on stdout")
 
 
-def add_replay(commands: Commands[argparse.ArgumentParser]) -> None:
+def add_replay(commands: Commands) -> None:
     command = commands.add_parser(
         "replay",
         help="judge a saved trace again, or perform it on a target",
@@ -140,7 +141,7 @@ def add_replay(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument("--json", action="store_true", help="the verdict as JSON on stdout")
 
 
-def add_targets(commands: Commands[argparse.ArgumentParser]) -> None:
+def add_targets(commands: Commands) -> None:
     command = commands.add_parser(
         "targets",
         help="list the targets, what they can do, and which rules they claim",
@@ -151,7 +152,7 @@ def add_targets(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument("--json", action="store_true")
 
 
-def add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
+def add_bench(commands: Commands) -> None:
     command = commands.add_parser("bench", help="measure kvproof itself")
     kinds = command.add_subparsers(required=True, metavar="WHAT")
     campaign = kinds.add_parser(

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +61,7 @@ USAGE_ERRORS = (
 
 
 @contextmanager
-def usage_errors() -> Iterator[None]:
+def usage_errors() -> Generator[None]:
     """What the user can mend, in one line."""
     try:
         yield

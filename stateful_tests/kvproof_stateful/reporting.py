@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 from rich.box import SIMPLE
@@ -26,7 +26,7 @@ HEARTBEAT_SECONDS = 5.0
 
 
 @contextmanager
-def progress(campaign: Campaign) -> Iterator[None]:
+def progress(campaign: Campaign) -> Generator[None]:
     """Live counts on stderr: a bar on a terminal, else a line every few seconds."""
     console = Console(stderr=True)
     if console.is_terminal:
@@ -43,7 +43,7 @@ def progress(campaign: Campaign) -> Iterator[None]:
         yield
 
 
-def _bar(campaign: Campaign, console: Console) -> Iterator[None]:
+def _bar(campaign: Campaign, console: Console) -> Generator[None]:
     budget = campaign.budget
     total = budget.actions or budget.seconds or 1
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -59,7 +59,7 @@ class TargetHung(BaseException):
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> Generator[None]:
     """End what takes longer, where signals can (the main thread of a Unix process)."""
     if seconds <= 0 or threading.current_thread() is not threading.main_thread():
         yield
@@ -104,10 +104,11 @@ class Run:
         snapshot: Snapshot | None = None
         verdict = None
         try:
-            answer = guarded(self.seconds, action, lambda: self.target.perform(action))
+            given = answer = guarded(self.seconds, action, lambda: self.target.perform(action))
             if self.judging.snapshots:
                 snapshot = guarded(self.seconds, "snapshot", self.target.snapshot)
-            self.oracle.step(action, answer, snapshot)
+            self.oracle.step(action, given, snapshot)
+            return given
         except Violation as violation:
             verdict = Verdict(violation.rule, violation.witness, violation.also)
             raise
@@ -120,7 +121,6 @@ class Run:
         finally:
             kept = snapshot if verdict is not None else None
             self.lines.append(Line(action, answer, kept, verdict))
-        return answer
 
 
 def guarded(seconds: float, what: object, call: Callable[[], T]) -> T:

@@ -7,7 +7,7 @@ while the same rule breaks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -116,7 +116,7 @@ def minimize(plan: Plan, breaks: Callable[[Plan], bool]) -> None:
         phases=[Phase.reuse, Phase.shrink],
         deadline=None,
         verbosity=Verbosity.quiet,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     # What it raises when the attempts are used up: the best plan so far stands.
     with seeded(), suppress(HypothesisException, SkipTest):
@@ -124,7 +124,7 @@ def minimize(plan: Plan, breaks: Callable[[Plan], bool]) -> None:
 
 
 @contextmanager
-def seeded() -> Iterator[None]:
+def seeded() -> Generator[None]:
     """Make Hypothesis repeatable; `hypothesis.seed` would also take away its database."""
     core: Any = hypothesis.core
     before, core.global_force_seed = core.global_force_seed, 0

@@ -49,6 +49,7 @@ class Target(Protocol):
 
     def perform(self, action: Action) -> Answer:
         """Perform an action that the spec has enabled, and answer it."""
+        ...
 
     def snapshot(self) -> Snapshot | None:
         """What the target shows of itself now, if it can."""

@@ -151,12 +151,17 @@ class AnswersNonsense(BrokenTarget):
     to: ClassVar[type[Action]] = Lookup
     answer: ClassVar[Any]
 
-    def perform(self, action: Action) -> Answer:
+    def perform(self, action: Action) -> Any:
         right = super().perform(action)
-        if not isinstance(action, self.to):
-            return right
-        wrong: Any = self.answer
-        return wrong
+        return self.answer if isinstance(action, self.to) else right
+
+
+class GrantsABlockOutside(AnswersNonsense):
+    """Not nonsense, but I1: there is no such block."""
+
+    name = "grants-a-block-outside"
+    to = Allocate
+    answer = Granted(((1_000_000,),))
 
 
 class AnswersNone(AnswersNonsense):
@@ -218,10 +223,17 @@ class AnswersNestedBlocks(AnswersNonsense):
     answer = Granted((([1], [2]),))  # type: ignore[arg-type]
 
 
-class AnswersLists(AnswersNonsense):
+class AnswersLists(BrokenTarget):
+    """Its answers are right, as lists."""
+
     name = "answers-lists"
-    to = Allocate
-    answer = Granted([[1]])  # type: ignore[arg-type]
+
+    def perform(self, action: Action) -> Answer:
+        answer = super().perform(action)
+        if not isinstance(answer, Granted):
+            return answer
+        lists: Any = [list(table) for table in answer.tables]
+        return Granted(lists, answer.new)
 
 
 class AnswersFlatTables(AnswersNonsense):
@@ -233,9 +245,8 @@ class AnswersFlatTables(AnswersNonsense):
 class ShowsText(BrokenTarget):
     name = "shows-text"
 
-    def snapshot(self) -> Snapshot:
-        text: Any = "all is well"
-        return text
+    def snapshot(self) -> Any:
+        return "all is well"
 
 
 class ShowsTextBlocks(BrokenTarget):

@@ -15,10 +15,12 @@ from kvproof_spec.actions import (
     CompleteLoad,
     CompleteStep,
     Forget,
+    Issue,
     Lookup,
     Publish,
     Release,
     Segments,
+    Submit,
     Trim,
 )
 from kvproof_spec.answers import (
@@ -147,6 +149,8 @@ class VllmPolicy:
                 return self._release(state, action)
             case Forget():
                 return self._forget(action)
+            case Submit() | Issue():
+                pass
         return None
 
     def snapshot(self) -> Snapshot:
