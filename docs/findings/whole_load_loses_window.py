@@ -87,7 +87,8 @@ model = {
     "skip_tokenizer_init": True,
 }
 off = ("is_diffusion", "is_moe", "is_encoder_decoder", "return_sampling_mask", "uses_mrope")
-model |= dict.fromkeys((*off, "supports_multimodal_inputs"), False)
+off += ("supports_multimodal_inputs", "enable_return_routed_experts")
+model |= dict.fromkeys(off, False)
 object.__setattr__(config, "model_config", SimpleNamespace(**model))
 init_none_hash(sha256)
 shape: dict[str, Any] = {

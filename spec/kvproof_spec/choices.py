@@ -101,8 +101,8 @@ class Choice(NamedTuple):
         return self.build(*values)
 
     def actions(self) -> Iterator[Action]:
-        for values in product(*self.domains):
-            yield self.build(*values)
+        """All of them, each once."""
+        yield from dict.fromkeys(self.build(*values) for values in product(*self.domains))
 
 
 KINDS: tuple[str, ...] = (
@@ -198,10 +198,11 @@ def _admissions(state: State, scope: Scope, request: Request) -> list[Choice]:
     found = [Choice("admit", request.id, admit, (news, *extras))]
     if "external" in scope.features:
         unit = state.config.boundary
-        for external in range(unit, rest, unit):
-            news = _counts(min(rest - external, scope.chunk))
-            found.append(Choice("admit external", request.id, admit, (news, *extras, (external,))))
-        loads = range(unit, rest + 1, unit)
+        externals, loads = range(unit, rest, unit), range(unit, rest + 1, unit)
+        if externals:
+            news = _counts(min(rest - unit, scope.chunk))
+            build = partial(_admit_external, request.id, rest)
+            found.append(Choice("admit external", request.id, build, (news, *extras, externals)))
         if loads:
             found.append(Choice("load", request.id, admit, ((0,), *extras, loads)))
     return found
@@ -211,6 +212,13 @@ def _admit(
     request: int, new: int, headroom: int, whole: bool, lookahead: int, external: int = 0
 ) -> Action:
     return Allocate(request, new, (), external, new == 0, lookahead, headroom, whole)
+
+
+def _admit_external(
+    request: int, rest: int, new: int, headroom: int, whole: bool, lookahead: int, external: int
+) -> Action:
+    """No more new tokens than the external ones leave."""
+    return _admit(request, min(new, rest - external), headroom, whole, lookahead, external)
 
 
 def _while_running(scope: Scope, request: Request, rows: Sequence[Row]) -> list[Choice]:

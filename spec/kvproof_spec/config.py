@@ -40,6 +40,12 @@ class Group:
     block_size: int
     window: int = 0
 
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"a block of {self.block_size} tokens")
+        if (self.kind == "sliding") != (self.window > 0):
+            raise ValueError(f"a {self.kind} group with a window of {self.window} tokens")
+
     def blocks_for(self, tokens: int) -> int:
         """Table entries that `tokens` tokens span, nulls included."""
         return ceil_div(tokens, self.block_size)
@@ -104,6 +110,12 @@ class Config:
     ordering: Ordering = "stream"
     worker: bool = True
     scheduling: Scheduling | None = None
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ValueError("no cache group")
+        if self.num_blocks < 2:
+            raise ValueError(f"{self.num_blocks} blocks: one besides the null block is the least")
 
     @property
     def boundary(self) -> int:

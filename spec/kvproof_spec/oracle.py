@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvproof_spec.actions import (
     Action,
@@ -47,6 +47,7 @@ from kvproof_spec.judgement import (
 )
 from kvproof_spec.observed import InconsistentAnswer, core_actions
 from kvproof_spec.pages import Tables
+from kvproof_spec.records import MalformedRecord, decode, encode
 from kvproof_spec.state import ActionDisabled, State, initial_state
 
 EXACT = "exact"
@@ -117,6 +118,14 @@ class Oracle:
 
     def step(self, action: Action, answer: Answer, snapshot: Snapshot | None = None) -> None:
         """Take one answer, or raise: `ActionDisabled`, `NonsenseAnswer` or `Violation`."""
+        try:
+            self._step(action, answer, snapshot)
+        except (AttributeError, IndexError, TypeError) as error:
+            if well_typed(answer, Answer) and well_typed(snapshot, Snapshot | None):
+                raise
+            raise NonsenseAnswer(f"a field of it has the wrong type: {error}") from None
+
+    def _step(self, action: Action, answer: Answer, snapshot: Snapshot | None) -> None:
         check_answer(self.state, action, answer)
         check_snapshot(self.state, snapshot)
         before = self.state
@@ -201,16 +210,15 @@ def check_answer(state: State, action: Action, answer: Answer) -> None:
     """Raise `NonsenseAnswer` for a wrong shape, `Violation` of I1 for an id of no block."""
     if type(answer) not in ALLOWED_ANSWERS[type(action)]:
         raise NonsenseAnswer(f"{type(answer).__name__} is no answer to {type(action).__name__}")
-    try:
-        for tables in tables_shown(answer):
-            if len(tables) != len(state.config.groups):
-                raise NonsenseAnswer(f"{len(tables)} tables for {len(state.config.groups)} groups")
-            for table in tables:
-                check_blocks(table, state.config.num_blocks)
-        if isinstance(answer, Returned | Scheduled | Updated):
-            check_blocks(answer.deferred or (), state.config.num_blocks)
-    except TypeError as error:
-        raise NonsenseAnswer(f"{answer} has no block ids where they belong: {error}") from None
+    if isinstance(answer, Hit) and answer.tokens < 0:
+        raise NonsenseAnswer(f"a hit of {answer.tokens} tokens")
+    for tables in tables_shown(answer):
+        if len(tables) != len(state.config.groups):
+            raise NonsenseAnswer(f"{len(tables)} tables for {len(state.config.groups)} groups")
+        for table in tables:
+            check_blocks(table, state.config.num_blocks)
+    if isinstance(answer, Returned | Scheduled | Updated):
+        check_blocks(answer.deferred or (), state.config.num_blocks)
 
 
 def check_snapshot(state: State, snapshot: Snapshot | None) -> None:
@@ -236,7 +244,17 @@ def tables_shown(answer: Answer) -> list[Tables]:
             return []
 
 
+def well_typed(value: object, hint: Any) -> bool:
+    """Is it what its type hint says, all the way down?"""
+    try:
+        return bool(decode(encode(value), hint) == value)
+    except (MalformedRecord, TypeError):
+        return False
+
+
 def check_blocks(blocks: Sequence[int], num_blocks: int) -> None:
+    if type(blocks) is not tuple:
+        raise NonsenseAnswer(f"{blocks} is no tuple of block ids")
     if blocks and not 0 <= min(blocks) <= max(blocks) < num_blocks:
         wrong = [block for block in blocks if not 0 <= block < num_blocks]
         raise Violation("I1", f"block {wrong[0]} does not exist, there are {num_blocks}")

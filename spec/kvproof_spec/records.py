@@ -111,5 +111,5 @@ def _decode_record(value: Any, record: Any) -> Any:
             raise MalformedRecord(f"{record.__name__}.{name}: {error}") from None
     try:
         return record(**decoded)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise MalformedRecord(f"{record.__name__}: {error}") from None

@@ -101,6 +101,7 @@ def test_a_request_is_not_left_out_of_the_tables() -> None:
 
 @pytest.mark.parametrize("line", ['{"action": {"request": 0}}', '{"action": {}}'])
 def test_an_action_says_its_type(line: str) -> None:
-    header = '{"kvproof": 1, "config": {"groups": [], "num_blocks": 2}, "target": "x"}'
+    config = '{"groups": [{"kind": "full", "block_size": 2}], "num_blocks": 2}'
+    header = f'{{"kvproof": 1, "config": {config}, "target": "x"}}'
     with pytest.raises(DamagedTrace, match=r"line 2: .*type"):
         parse_trace([header, line], "trace")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -20,10 +19,13 @@ from kvproof_stateful.coverage import Coverage, goals_of
 from kvproof_stateful.expectations import BadExpectations, KnownViolation
 from kvproof_stateful.plan import Asked, Pick, Plan, draw_scope, weights
 from kvproof_stateful.running import TARGET_FAILED, Judging, Run, perform_actions
-from kvproof_stateful.target import Target, TargetFailed, UnsupportedConfig
+from kvproof_stateful.target import Target, TargetFailed, TargetTimedOut, UnsupportedConfig
 
 RUN_LENGTH = 150
 """Actions of a run before the target is reset: long enough for a pool to fill and turn over."""
+
+MOST_SKIPPED = 200
+"""Runs that a target may decline one after the other before the campaign gives up."""
 
 RULE_NEEDS: dict[str, frozenset[str]] = {
     "I5": frozenset({"worker"}),
@@ -163,9 +165,11 @@ class Campaign:
             actions = [line.action for line in trace.lines]
             judging = Judging(trace.header.level, trace.header.without, self.judging.snapshots)
             try:
-                run = perform_actions(self.target, judging, trace.header.config, actions)
-            except ActionDisabled as error:
-                raise BadExpectations(f"{known.trace}: {error}") from None
+                run = perform_actions(
+                    self.target, judging, trace.header.config, actions, self.action_seconds
+                )
+            except (ActionDisabled, UnsupportedConfig) as error:
+                raise BadExpectations(f"{known.trace}: cannot be performed: {error}") from None
             verdict = run.lines[-1].verdict if run.lines else None
             if verdict is None or verdict.rule != known.rule:
                 self.result.stale_expectations.append(
@@ -187,6 +191,8 @@ class Campaign:
             run = Run(self.target, self.judging, scope.config, self.action_seconds)
         except UnsupportedConfig as reason:
             coverage.skipped[str(reason)] += 1
+            if not coverage.lines and coverage.runs >= MOST_SKIPPED:
+                raise TargetFailed(f"none of {coverage.runs} runs was possible: {reason}") from None
             return
         try:
             for _ in range(self._run_length()):
@@ -197,15 +203,17 @@ class Campaign:
                 before = run.state
                 action = choice.action(parameters)
                 answer = run.step(action)
-                coverage.count(choice.kind, features, answer)
+                failed = choice.kind == "complete load" and parameters != (0,)
+                coverage.count(choice.kind, features, answer, failed)
                 for goal in goals_of(before, action, answer):
                     coverage.goals[goal] += 1
                     reached.add(goal)
         except UnsupportedConfig as reason:
             coverage.skipped[str(reason)] += 1
-        except (Violation, TargetFailed):
+        except (Violation, TargetFailed) as broken:
             coverage.lines += 1
-            self._broken(run, Plan(scope, tuple(picks)), reached)
+            hung = isinstance(broken, TargetTimedOut)
+            self._broken(run, Plan(scope, tuple(picks)), reached, hung)
         finally:
             coverage.evaluate(run.oracle.evaluated)
 
@@ -214,7 +222,7 @@ class Campaign:
             return RUN_LENGTH
         return min(RUN_LENGTH, self.budget.actions - self.result.coverage.lines)
 
-    def _broken(self, run: Run, plan: Plan, reached: set[str]) -> None:
+    def _broken(self, run: Run, plan: Plan, reached: set[str], hung: bool) -> None:
         verdict = run.lines[-1].verdict
         assert verdict is not None
         rule = verdict.rule
@@ -227,20 +235,23 @@ class Campaign:
         elif rule in {found.rule for found in self.result.found}:
             self.result.again[rule] = self.result.again.get(rule, 0) + 1
         else:
-            self._keep(rule, run, plan)
+            self._keep(rule, run, plan, hung)
 
-    def _keep(self, rule: str, run: Run, plan: Plan) -> None:
-        from kvproof_stateful.shrinking import shrink
+    def _keep(self, rule: str, run: Run, plan: Plan, hung: bool) -> None:
+        from kvproof_stateful.shrinking import Smallest, shrink
 
         after, seconds = self.result.coverage.lines, time.monotonic() - self.started
         long = len(run.lines)
-        with suppress(TargetFailed):  # if it no longer even resets, the long run stays
-            _, run = shrink(self.target, self.judging, plan, rule)
-        trace = self._trace(run)
-        path = self._save(rule, trace)
-        self.result.found.append(Found(rule, trace, path, after, long, seconds))
+        smallest = Smallest(self.target, self.judging, rule, plan, run, self.action_seconds)
+        try:
+            if not hung:  # each attempt would take as long
+                shrink(smallest)
+        finally:  # an interrupt keeps what is smallest so far
+            trace = self._trace(smallest.run)
+            path = self._save(rule, trace)
+            self.result.found.append(Found(rule, trace, path, after, long, seconds))
         if rule == TARGET_FAILED:
-            verdict = run.lines[-1].verdict
+            verdict = smallest.run.lines[-1].verdict
             raise TargetFailed(verdict.witness if verdict else "for no known reason")
 
     def _save(self, rule: str, trace: Trace) -> Path | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import kvproof_stateful
 
@@ -31,8 +32,16 @@ examples:
 """
 
 
-class UsageError(Exception):
+class CommandFailed(Exception):
+    """Ends the command with one line and an exit code."""
+
+    exit_code = EXIT_FAILED
+
+
+class UsageError(CommandFailed):
     """What was asked for cannot be done; the message says what can."""
+
+    exit_code = EXIT_USAGE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,18 +50,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return int(options.command(options))
-    except UsageError as error:
+    except CommandFailed as error:
         print(f"kvproof: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        sys.stderr.close()
+    except BrokenPipeError:  # whoever read our output is gone; say nothing more on exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_INTERRUPTED
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2."""
+        print(f"kvproof: {message} (see: {self.prog} --help)", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="kvproof",
         description="Test a paged KV-cache manager against an executable specification.",
         epilog=EXIT_CODES,

@@ -23,6 +23,7 @@ from kvproof_stateful.cli import (
     EXIT_FAILED,
     EXIT_USAGE,
     EXIT_VIOLATION,
+    CommandFailed,
     UsageError,
 )
 from kvproof_stateful.expectations import (
@@ -62,19 +63,19 @@ USAGE_ERRORS = (
 
 @contextmanager
 def usage_errors() -> Generator[None]:
-    """What the user can mend, in one line."""
+    """What the user can mend, and a target that cannot even be made, in one line."""
     try:
         yield
     except USAGE_ERRORS as error:
         raise UsageError(str(error)) from error
+    except TargetFailed as error:
+        raise CommandFailed(str(error)) from error
 
 
 def campaign(options: argparse.Namespace) -> int:
     with usage_errors():
-        if options.workers < 1:
-            raise UsageError("--workers is at least 1")
-        target = load_target(options.target)
-        hello = target.hello()
+        require_options(options)
+        target, hello = load_target(options.target)
         judging = judging_of(options.level, options.without)
         asked = asked_of(options, hello)
         made = Campaign(
@@ -94,14 +95,34 @@ def campaign(options: argparse.Namespace) -> int:
 
 
 def one_campaign(made: Campaign, options: argparse.Namespace) -> int:
+    perform(made, options)
+    reporting.print_report(made, as_json=options.json)
+    return made.result.exit_code
+
+
+def perform(made: Campaign, options: argparse.Namespace) -> int:
+    """Run it here or in worker processes; its exit code."""
     if options.workers > 1:
         with reporting.progress(made):
             made.adopt(run_in_workers(made, options.target, options.workers))
     else:
         with time_limit(options.action_timeout), reporting.progress(made):
             made.run()
-    reporting.print_report(made, as_json=options.json)
     return made.result.exit_code
+
+
+def require_options(options: argparse.Namespace) -> None:
+    if options.workers < 1:
+        raise UsageError("--workers is at least 1")
+    require_timeout(options)
+    out = Path(options.out)
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is a file: name a directory")
+
+
+def require_timeout(options: argparse.Namespace) -> None:
+    if not 0 <= options.action_timeout < float("inf"):
+        raise UsageError("--action-timeout is in seconds, 0 for none")
 
 
 def ladder(made: Campaign, hello: Hello, options: argparse.Namespace) -> int:
@@ -118,8 +139,7 @@ def ladder(made: Campaign, hello: Hello, options: argparse.Namespace) -> int:
     for rung in dict.fromkeys(rungs):
         made.asked = replace(made.asked, features=rung)
         made.budget = share
-        with time_limit(options.action_timeout), reporting.progress(made):
-            code = made.run().exit_code
+        code = perform(made, options)
         added = sorted(rung - frozenset().union(*reports_features(reports)))
         reports.append({"features": sorted(rung), "added": added, **made.to_json()})
         if not options.json:
@@ -170,6 +190,12 @@ def asked_of(options: argparse.Namespace, hello: Hello) -> Asked:
             raise ImpossibleConfig(f"target {hello.name} does not declare {', '.join(missing)}")
     if groups:
         kinds = {group.kind for group in groups}
+        named = (features or frozenset()) & {"full", "sliding"}
+        if named and named != kinds:
+            raise ImpossibleConfig(
+                f"--groups has {', '.join(sorted(kinds))} groups, --features names "
+                f"{', '.join(sorted(named))}"
+            )
         missing = sorted(kinds - hello.features)
         if missing:
             raise ImpossibleConfig(f"target {hello.name} has no {', '.join(missing)} groups")
@@ -215,6 +241,7 @@ def command_line(options: argparse.Namespace) -> str:
 
 def replay(options: argparse.Namespace) -> int:
     with usage_errors():
+        require_timeout(options)
         try:
             trace = read_trace(Path(options.trace))
         except OSError as error:
@@ -223,7 +250,8 @@ def replay(options: argparse.Namespace) -> int:
         judging = judging_of(options.level or trace.header.level, list(without))
         if options.target is None:
             return replay_answers(trace, judging, options)
-        return replay_on_target(trace, load_target(options.target), judging, options)
+        target, hello = load_target(options.target)
+        return replay_on_target(trace, target, hello, judging, options)
 
 
 def replay_answers(trace: Trace, judging: Judging, options: argparse.Namespace) -> int:
@@ -236,10 +264,9 @@ def replay_answers(trace: Trace, judging: Judging, options: argparse.Namespace) 
 
 
 def replay_on_target(
-    trace: Trace, target: Target, judging: Judging, options: argparse.Namespace
+    trace: Trace, target: Target, hello: Hello, judging: Judging, options: argparse.Namespace
 ) -> int:
     actions = [line.action for line in trace.lines]
-    hello = target.hello()
     name = f"{hello.name} {hello.version}"
     try:
         with time_limit(options.action_timeout):
@@ -267,8 +294,8 @@ def targets(options: argparse.Namespace) -> int:
     rows: list[tuple[str, Hello | str]] = []
     for name in installed_targets():
         try:
-            rows.append((name, load_target(name).hello()))
-        except (NoSuchTarget, TargetNotInstalled) as error:
+            rows.append((name, load_target(name)[1]))
+        except (TargetNotInstalled, TargetFailed) as error:
             rows.append((name, str(error)))
     reporting.print_targets(rows, as_json=options.json)
     return EXIT_CLEAN if rows else EXIT_USAGE

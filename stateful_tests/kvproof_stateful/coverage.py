@@ -55,17 +55,16 @@ class Coverage:
     skipped: Counter[str] = field(default_factory=Counter)  # by reason
     known: Counter[str] = field(default_factory=Counter)  # expected violations, by rule
 
-    def count(self, kind: str, features: Iterable[str], answer: Answer) -> None:
-        refused = isinstance(answer, Refused) or answer == Forgotten(False)
+    def count(
+        self, kind: str, features: Iterable[str], answer: Answer, failed: bool = False
+    ) -> None:
+        """`failed`: a load that was delivered in part or not at all counts with the refused."""
+        refused = failed or isinstance(answer, Refused) or answer == Forgotten(False)
         by_feature = self.refused if refused else self.done
         (self.total_refused if refused else self.total_done)[kind] += 1
         for feature in features:
             by_feature[kind, feature] += 1
         self.lines += 1
-
-    def reach(self, before: State, action: Action, answer: Answer) -> None:
-        for goal in goals_of(before, action, answer):
-            self.goals[goal] += 1
 
     def evaluate(self, evaluated: dict[Any, int]) -> None:
         self.evaluated.update(evaluated)

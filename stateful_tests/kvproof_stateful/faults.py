@@ -12,7 +12,6 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,12 @@ from kvproof_reference.kv_cache_manager import KVCacheManager
 from kvproof_reference.request import Request, hash_block
 from kvproof_reference.single_type_manager import SingleTypeManager
 from kvproof_spec.config import Kind
-from kvproof_spec.trace import Header, Trace, write_trace
+from kvproof_spec.state import ActionDisabled
+from kvproof_spec.trace import Header, Trace, read_trace, write_trace
 from kvproof_stateful.campaign import Budget, Campaign
 from kvproof_stateful.plan import Asked, Plan
-from kvproof_stateful.running import Judging, Run
-from kvproof_stateful.shrinking import shrink
+from kvproof_stateful.running import Judging, Run, perform_actions
+from kvproof_stateful.shrinking import Smallest, drop_picks, shrink
 from kvproof_stateful.targets.plain import PlainTarget
 
 VLLM = "https://github.com/vllm-project/vllm"
@@ -145,7 +145,7 @@ class KeyKeptOnReuse(KVCacheManager):
 
     class Pool(BlockPool):
         def get_new_blocks(self, num_blocks: int) -> list[int]:
-            blocks = list(islice(self._free, num_blocks))
+            blocks = list(self.free_order()[:num_blocks])
             self.touch(blocks)
             return blocks
 
@@ -200,36 +200,31 @@ class OneBitHash(KVCacheManager):
 class Detection:
     """A run that broke a fault's rule, not yet shrunk."""
 
-    fault: Fault
     plan: Plan
+    run: Run
     actions: int  # judged by the campaign until then
-    seconds: float  # until then, other rules' traces shrunk on the way included
-
-    def shrunk(self) -> Trace:
-        target, judging = self.fault.target(), Judging(self.fault.level)
-        _, run = shrink(target, judging, self.plan, self.fault.rule)
-        hello = target.hello()
-        header = Header(run.config, hello.name, hello.version, judging.level, command=COMMAND)
-        return Trace(header, tuple(run.lines))
+    seconds: float  # until then
 
 
 class Detected(Exception):
     """Ends a search."""
 
     def __init__(self, detection: Detection) -> None:
-        super().__init__(detection.fault.name)
+        super().__init__("the fault was detected")
         self.detection = detection
 
 
 def search(fault: Fault, seed: int, seconds: float = 60) -> Detection | None:
-    """A campaign over everything the plain target offers, until it breaks the fault's rule."""
+    """A campaign over everything the plain target offers, until it breaks the fault's rule.
+
+    What breaks other rules on the way is passed over, and not shrunk.
+    """
 
     class Search(Campaign):
-        def _keep(self, rule: str, run: Run, plan: Plan) -> None:
+        def _keep(self, rule: str, run: Run, plan: Plan, hung: bool) -> None:
             if rule == fault.rule:
                 actions, passed = self.result.coverage.lines, time.monotonic() - self.started
-                raise Detected(Detection(fault, plan, actions, passed))
-            super()._keep(rule, run, plan)
+                raise Detected(Detection(plan, run, actions, passed))
 
     budget = Budget(seconds=seconds)
     try:
@@ -239,26 +234,61 @@ def search(fault: Fault, seed: int, seconds: float = 60) -> Detection | None:
     return None
 
 
+def shrunk_trace(fault: Fault, seeds: Iterable[int]) -> Trace | None:
+    """Of what these seeds find, the run that is shortest after the cheap part of shrinking."""
+    shortest: Smallest | None = None
+    for seed in seeds:
+        found = search(fault, seed)
+        if found is not None:
+            target, judging = fault.target(), Judging(fault.level)
+            smallest = Smallest(target, judging, fault.rule, found.plan, found.run)
+            drop_picks(smallest)
+            if shortest is None or len(smallest.run.lines) < len(shortest.run.lines):
+                shortest = smallest
+    if shortest is None:
+        return None
+    shrink(shortest)
+    return trace_of(fault, shortest.run)
+
+
+def trace_of(fault: Fault, run: Run) -> Trace:
+    hello = fault.target().hello()
+    header = Header(run.config, hello.name, hello.version, fault.level, command=COMMAND)
+    return Trace(header, tuple(run.lines))
+
+
+def recorded_anew(fault: Fault, trace: Trace) -> Trace | None:
+    """The same actions with today's answers, if they still break the fault's rule."""
+    actions = [line.action for line in trace.lines]
+    judging, config = Judging(fault.level), trace.header.config
+    try:
+        again = trace_of(fault, perform_actions(fault.target(), judging, config, actions))
+    except ActionDisabled:
+        return None
+    return again if again.verdict is not None and again.verdict.rule == fault.rule else None
+
+
 def trace_path(folder: Path, fault: Fault) -> Path:
     return folder / f"fault-{fault.name}.ndjson"
 
 
-def write_traces(folder: Path, faults: Iterable[Fault], seeds: Iterable[int]) -> None:
-    """For each fault the shortest of the traces that these seeds shrink to."""
+def write_traces(folder: Path, faults: Iterable[Fault], seeds: Sequence[int]) -> None:
+    """Search, shrink, and keep the shorter of what is found and what is there."""
     for fault in faults:
-        found = (search(fault, seed) for seed in seeds)
-        traces = [detection.shrunk() for detection in found if detection is not None]
+        path = trace_path(folder, fault)
+        there = recorded_anew(fault, read_trace(path)) if path.exists() else None
+        traces = [trace for trace in (there, shrunk_trace(fault, seeds)) if trace is not None]
         if not traces:
             raise SystemExit(f"{fault.name}: {fault.rule} was not found")
         shortest = min(traces, key=lambda trace: len(trace.lines))
-        write_trace(trace_path(folder, fault), shortest)
-        print(f"{trace_path(folder, fault)}: {fault.rule} in {len(shortest.lines)} actions")
+        write_trace(path, shortest)
+        print(f"{path}: {fault.rule} in {len(shortest.lines)} actions")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvproof_stateful.faults", description=__doc__)
     parser.add_argument("--write", metavar="DIR", type=Path, required=True)
-    parser.add_argument("--seeds", metavar="N", type=int, default=3, help="search seeds 0 to N - 1")
+    parser.add_argument("--seeds", metavar="N", type=int, default=5, help="search N seeds")
     parser.add_argument("names", metavar="FAULT", nargs="*", help="only these faults")
     options = parser.parse_args()
     chosen = [FAULTS[name] for name in options.names or FAULTS]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
 
-from kvproof_stateful.target import Target
+from kvproof_stateful.target import Hello, Target, TargetFailed
 
 GROUP = "kvproof.targets"
 
@@ -21,15 +21,18 @@ def installed_targets() -> dict[str, EntryPoint]:
     return {point.name: point for point in sorted(entry_points(group=GROUP))}
 
 
-def load_target(name: str) -> Target:
-    """A new instance of the named target."""
+def load_target(name: str) -> tuple[Target, Hello]:
+    """A new instance of the named target, and what it says of itself."""
     points = installed_targets()
     if name not in points:
         raise NoSuchTarget(f"no target {name!r}; there are: {', '.join(points)}")
     try:
         target: Target = points[name].load()()
+        return target, target.hello()
     except ImportError as error:
         raise TargetNotInstalled(
             f"target {name} cannot be loaded here: {error} (see docs/targets.md for what it needs)"
         ) from error
-    return target
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise TargetFailed(f"target {name} cannot be made: {text}") from error

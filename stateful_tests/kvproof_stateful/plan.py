@@ -67,14 +67,14 @@ def draw_scope(rng: Random, hello: Hello, asked: Asked) -> Scope:
     """A scope within what the target declares and the campaign asks for."""
     groups = asked.groups or rng.choice(possible_groups(hello, asked))
     features = draw_features(rng, hello, asked, groups)
-    boundary = max(group.block_size for group in groups)
+    unit = max(group.block_size for group in groups)
     max_requests = rng.randint(2, 5) if not hello.observed else rng.randint(3, 9)
-    prompts = draw_prompts(rng, boundary)
+    prompts = draw_prompts(rng, unit)
     config = Config(
         groups=groups,
         num_blocks=asked.num_blocks or draw_pool(rng, groups, prompts),
         caching="uncached" not in features,
-        max_model_len=128,
+        max_model_len=max(128, 32 * unit),
         defers_returns={"async", "external"} <= features or rng.random() < 0.3,
         ordering="strict" if asked.strict else "stream",
         worker="worker" in features,
@@ -89,8 +89,8 @@ def draw_scope(rng: Random, hello: Hello, asked: Asked) -> Scope:
         prompts=prompts,
         samples=SAMPLES,
         max_requests=max_requests,
-        chunk=rng.choice((4, 8, 16)),
-        max_request_tokens=48,
+        chunk=unit * rng.choice((1, 2, 4)),
+        max_request_tokens=12 * unit,
         priorities=(0, 1, 9) if hello.observed else (0,),
         max_sampled=(2, 4, 12) if hello.observed else (None,),
     )
@@ -113,22 +113,22 @@ def draw_features(
     if asked.features is not None:
         return (asked.features - {"full", "sliding"}) | kinds
     optional = sorted(hello.features - {"full", "sliding"} - asked.excluded)
-    chance = {"uncached": 0.12, "worker": 0.9}
+    chance = {"uncached": 0.3, "worker": 0.9}
     drawn = {feature for feature in optional if rng.random() < chance.get(feature, 0.75)}
     always = {"preempt", "worker"} if hello.observed else set()  # its scheduler's own doing
     return kinds | drawn | always
 
 
-def draw_prompts(rng: Random, boundary: int) -> tuple[tuple[int, ...], ...]:
+def draw_prompts(rng: Random, unit: int) -> tuple[tuple[int, ...], ...]:
     """A few families of prompts with common prefixes, on both sides of block borders."""
     prompts = []
     for _ in range(2):
-        trunk = [rng.choice(SAMPLES) for _ in range(10 * boundary)]
+        trunk = [rng.choice(SAMPLES) for _ in range(10 * unit)]
         for _ in range(3):
-            length = rng.randint(1, rng.choice((2, 4, 10))) * boundary + rng.randint(-1, 2)
+            length = rng.randint(1, rng.choice((2, 4, 10))) * unit + rng.randint(-1, 2)
             cut = rng.randint(0, length)
             tail = [rng.choice(SAMPLES) for _ in range(length - cut)]
-            prompts.append(tuple(trunk[:cut] + tail)[: 10 * boundary])
+            prompts.append(tuple(trunk[:cut] + tail)[: 10 * unit])
     return tuple(prompt or (1,) for prompt in prompts)
 
 
@@ -168,11 +168,12 @@ def parse_groups(text: str) -> tuple[Group, ...]:
             sizes = []
         if kind == "full" and len(sizes) == 1 and sizes[0] > 0:
             groups.append(Group("full", sizes[0]))
-        elif kind == "sliding" and len(sizes) == 2 and min(sizes) > 0:
+        elif kind == "sliding" and len(sizes) == 2 and sizes[0] > 0 and sizes[1] > 1:
             groups.append(Group("sliding", sizes[0], sizes[1]))
         else:
             raise ImpossibleConfig(
-                f"no group {part!r}: full:BLOCK_SIZE or sliding:BLOCK_SIZE:WINDOW is expected"
+                f"no group {part!r}: full:BLOCK_SIZE or sliding:BLOCK_SIZE:WINDOW is expected, "
+                "in tokens, a window of more than one"
             )
     return tuple(groups)
 
@@ -188,7 +189,7 @@ WEIGHTS: dict[str, float] = {
     "submit": 3,
     "lookup": 3,
     "admit": 40,
-    "admit external": 8,
+    "admit external": 24,
     "load": 25,
     "extend": 6,
     "draft": 2.5,

@@ -69,10 +69,16 @@ def _counts(result: Result, seconds: float) -> str:
     )
 
 
-def report_console() -> Console:
+class ReportConsole(Console):
     """Stdout as wide as the terminal, or as the widest table where there is none."""
-    width = None if sys.stdout.isatty() else 152
-    return Console(width=width, highlight=False, markup=False)
+
+    def __init__(self) -> None:
+        width = None if sys.stdout.isatty() else 152
+        super().__init__(width=width, highlight=False, markup=False)
+
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command line: rich would exit with 1, which says violation."""
+        raise BrokenPipeError
 
 
 def print_report(campaign: Campaign, *, as_json: bool) -> None:
@@ -80,7 +86,7 @@ def print_report(campaign: Campaign, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(campaign.to_json(), indent=2))
         return
-    console = report_console()
+    console = ReportConsole()
     result = campaign.result
     for found in result.found:
         print_violation(console, campaign, found)
@@ -260,4 +266,4 @@ def print_targets(rows: Sequence[tuple[str, Hello | str]], *, as_json: bool) -> 
             mode = "observed" if hello.observed else "driven"
             features = ", ".join(f for f in FEATURES if f in hello.features)
             table.add_row(name, hello.version, mode, features, ", ".join(hello.claims))
-    report_console().print(table)
+    ReportConsole().print(table)

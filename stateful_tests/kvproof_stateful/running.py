@@ -20,7 +20,7 @@ from kvproof_spec.policies import POLICIES
 from kvproof_spec.state import ActionDisabled, State
 from kvproof_spec.trace import Line, Trace, Verdict
 from kvproof_stateful.plan import Plan
-from kvproof_stateful.target import Target, TargetFailed, UnsupportedConfig
+from kvproof_stateful.target import Target, TargetFailed, TargetTimedOut, UnsupportedConfig
 
 T = TypeVar("T")
 
@@ -113,8 +113,9 @@ class Run:
             verdict = Verdict(violation.rule, violation.witness, violation.also)
             raise
         except NonsenseAnswer as nonsense:
-            verdict = Verdict(TARGET_FAILED, str(nonsense))
-            raise TargetFailed(f"{action} was answered with nonsense: {nonsense}") from None
+            answer, snapshot = None, None  # it may be anything, and is not written down
+            verdict = Verdict(TARGET_FAILED, f"{action}: answered with nonsense: {nonsense}")
+            raise TargetFailed(verdict.witness) from None
         except TargetFailed as failure:
             verdict = Verdict(TARGET_FAILED, str(failure))
             raise
@@ -132,7 +133,7 @@ def guarded(seconds: float, what: object, call: Callable[[], T]) -> T:
     except (TargetFailed, UnsupportedConfig, ActionDisabled):
         raise
     except TargetHung:
-        raise TargetFailed(f"{what}: no answer within {seconds:g} s") from None
+        raise TargetTimedOut(f"{what}: no answer within {seconds:g} s") from None
     except Exception as error:
         text = " ".join(str(error).split())
         raise TargetFailed(f"{what}: raised {type(error).__name__}: {text}") from error
@@ -141,12 +142,14 @@ def guarded(seconds: float, what: object, call: Callable[[], T]) -> T:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def perform_plan(target: Target, judging: Judging, plan: Plan) -> tuple[Run, Plan]:
+def perform_plan(
+    target: Target, judging: Judging, plan: Plan, seconds: float = 0
+) -> tuple[Run, Plan]:
     """Perform the picks that are enabled; the run's last line has the verdict.
 
     The plan that comes back has just the picks that were performed.
     """
-    run = Run(target, judging, plan.scope.config)
+    run = Run(target, judging, plan.scope.config, seconds)
     performed = []
     try:
         for pick in plan.picks:
@@ -166,6 +169,7 @@ def perform_actions(
     run = Run(target, judging, config, seconds)
     try:
         for action in actions:
+            action.check(run.state)
             run.step(action)
     except (Violation, TargetFailed):
         pass
@@ -176,7 +180,8 @@ def judge_trace(judging: Judging, trace: Trace) -> Verdict | None:
     """Judge the recorded answers, without a target; the verdict of the first bad line."""
     oracle = judging.oracle(trace.header.config)
     for line in trace.lines:
-        if line.answer is None:
+        failed = line.verdict is not None and line.verdict.rule == TARGET_FAILED
+        if line.answer is None or failed:
             return line.verdict
         try:
             oracle.step(line.action, line.answer, line.snapshot)

@@ -22,7 +22,10 @@ from hypothesis.errors import HypothesisException
 from kvproof_spec.choices import KINDS, Scope
 from kvproof_stateful.plan import Pick, Plan
 from kvproof_stateful.running import Judging, Run, perform_plan
-from kvproof_stateful.target import Target, UnsupportedConfig
+from kvproof_stateful.target import Target, TargetFailed, UnsupportedConfig
+
+ATTEMPTS = 1500
+"""Runs that may be made to shrink one violation."""
 
 MOST_PARAMETERS = 12
 LARGEST_PARAMETER = 120
@@ -31,32 +34,42 @@ ABOUT_NO_REQUEST = {"submit", "issue", "complete step", "forget blocks", "forget
 ABOUT_A_REQUEST = frozenset(KINDS) - ABOUT_NO_REQUEST
 
 
-def shrink(
-    target: Target, judging: Judging, plan: Plan, rule: str, attempts: int = 2000
-) -> tuple[Plan, Run]:
-    """A smallest plan found that breaks `rule`, and its run; the first one if none is smaller.
+def shrink(smallest: Smallest) -> None:
+    """Make it smaller, until nothing helps or its attempts are used up.
 
-    Deterministic for a deterministic target; at most `attempts` runs.
+    Deterministic for a deterministic target.  An interrupt leaves the smallest so far.
     """
-    smallest = Smallest(target, judging, rule, plan, attempts)
+    smallest.breaks(with_used_prompts(smallest.plan))
+    drop_picks(smallest)
     for _ in range(2):
         drop_requests(smallest)
         minimize(smallest.plan, smallest.breaks)
     drop_requests(smallest)
-    return smallest.plan, smallest.run
 
 
 class Smallest:
-    """The smallest plan so far that breaks the rule."""
+    """The smallest plan so far that breaks the rule, and its run.
+
+    `attempts` runs may be made to find a smaller one; `seconds` is what an action may take.
+    """
 
     def __init__(
-        self, target: Target, judging: Judging, rule: str, plan: Plan, attempts: int
+        self,
+        target: Target,
+        judging: Judging,
+        rule: str,
+        plan: Plan,
+        run: Run,
+        seconds: float = 0,
+        attempts: int = ATTEMPTS,
     ) -> None:
         self.target = target
         self.judging = judging
         self.rule = rule
+        self.seconds = seconds
         self.attempts = attempts
-        self.run, self.plan = perform_plan(target, judging, plan)
+        self.plan = plan
+        self.run = run
 
     def breaks(self, plan: Plan) -> bool:
         """Does it break the rule?  What it performs is kept if nothing smaller is."""
@@ -64,8 +77,8 @@ class Smallest:
         if self.attempts < 0:
             return False
         try:
-            run, performed = perform_plan(self.target, self.judging, plan)
-        except UnsupportedConfig:
+            run, performed = perform_plan(self.target, self.judging, plan, self.seconds)
+        except (UnsupportedConfig, TargetFailed):  # a reset may fail, too
             return False
         verdict = run.lines[-1].verdict if run.lines else None
         if verdict is None or verdict.rule != self.rule:
@@ -75,10 +88,37 @@ class Smallest:
         return True
 
 
-def size(plan: Plan, run: Run) -> tuple[int, int, int]:
+def size(plan: Plan, run: Run) -> tuple[int, int, int, int]:
     """What is smaller is easier to read: fewer actions, then shorter prompts, fewer blocks."""
     symbols = sum(len(getattr(line.action, "symbols", ())) for line in run.lines)
-    return len(run.lines), symbols, plan.scope.config.num_blocks
+    return len(run.lines), symbols, plan.scope.config.num_blocks, len(plan.scope.prompts)
+
+
+def with_used_prompts(plan: Plan) -> Plan:
+    """Without the prompts that no request has: there is less to draw."""
+    submit = KINDS.index("submit")
+    used = sorted({pick.parameters[0] for pick in plan.picks if pick.kind == submit})
+    place = {prompt: index for index, prompt in enumerate(used)}
+    picks = tuple(
+        replace(pick, parameters=(place[pick.parameters[0]], *pick.parameters[1:]))
+        if pick.kind == submit
+        else pick
+        for pick in plan.picks
+    )
+    prompts = tuple(plan.scope.prompts[index] for index in used)
+    return Plan(replace(plan.scope, prompts=prompts or plan.scope.prompts[:1]), picks)
+
+
+def drop_picks(smallest: Smallest) -> None:
+    """Leave out long stretches first, then shorter ones: the cheap part of the work."""
+    length = len(smallest.plan.picks) // 2
+    while length:
+        start = len(smallest.plan.picks) - length
+        while start >= 0:
+            picks = smallest.plan.picks
+            smallest.breaks(replace(smallest.plan, picks=picks[:start] + picks[start + length :]))
+            start = min(start, len(smallest.plan.picks)) - length
+        length //= 2
 
 
 def drop_requests(smallest: Smallest) -> None:

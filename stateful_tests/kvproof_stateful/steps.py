@@ -17,9 +17,19 @@ from kvproof_spec.actions import (
     Release,
     Submit,
 )
-from kvproof_spec.answers import Forgotten, Granted, Hit, Raised, Refused, Scheduled, Trimmed
+from kvproof_spec.answers import (
+    Answer,
+    Forgotten,
+    Granted,
+    Hit,
+    Raised,
+    Refused,
+    Scheduled,
+    Trimmed,
+)
 from kvproof_spec.config import Config
 from kvproof_spec.derived import references
+from kvproof_spec.judgement import Violation
 from kvproof_spec.oracle import NonsenseAnswer, Oracle
 from kvproof_spec.pages import Tables
 from kvproof_spec.state import ActionDisabled, State
@@ -34,48 +44,55 @@ def step_lines(config: Config, lines: Sequence[Line]) -> Iterator[str]:
         try:
             if line.answer is not None:
                 oracle.step(line.action, line.answer)
-        except (ActionDisabled, NonsenseAnswer, AssertionError):
+        except (ActionDisabled, NonsenseAnswer, Violation):
             pass
-        yield f"{number:3}  {describe(before, oracle.state, line)}"
+        request = getattr(line.action, "request", None)
+        words = [f"step={before.issued}", *([] if request is None else [f"req=R{request}"])]
+        try:
+            came_of_it = answered(oracle.state, line.answer)
+        except (AttributeError, IndexError, TypeError):  # an answer that is none
+            came_of_it = f"{line.answer!r:.100}"
+        free = oracle.state.config.num_blocks - 1 - len(references(oracle.state))
+        words += [asked(line), *([came_of_it] if came_of_it else []), f"free={free}"]
+        yield f"{number:3}  {' '.join(words)}"
 
 
-def describe(before: State, after: State, line: Line) -> str:
-    action, answer = line.action, line.answer
-    held = references(after)
-    free = after.config.num_blocks - 1 - len(held)
-    request = getattr(action, "request", None)
-    parts = [f"step={before.issued}", *([] if request is None else [f"req=R{request}"])]
-    parts.append(asked(line))
+def answered(after: State, answer: Answer | None) -> str:
+    """What came of an action, in a few words."""
     match answer:
         case Hit():
+            held = references(after)
             blocks = sorted({b for table in answer.tables for b in table if b})
             counts = [held.get(block, 0) for block in blocks]
-            parts.append(f"hit_tokens={answer.tokens} blocks={shown(answer.tables)} ref={counts}")
+            return f"hit_tokens={answer.tokens} blocks={shown(answer.tables)} ref={counts}"
         case Granted():
             new = f" new={shown(answer.new)}" if answer.new is not None else ""
-            parts.append(f"granted owned={shown(answer.tables)}{new}")
+            return f"granted owned={shown(answer.tables)}{new}"
         case Refused():
-            parts.append(f"refused owned={shown(answer.tables)}")
+            return f"refused owned={shown(answer.tables)}"
         case Trimmed():
-            parts.append(f"owned={shown(answer.tables)}")
+            return f"owned={shown(answer.tables)}"
         case Raised():
-            parts.append(f"raised {answer.error}")
+            return f"raised {answer.error}"
         case Forgotten():
-            parts.append("done" if answer.done else "refused")
+            return "done" if answer.done else "refused"
         case Scheduled():
-            rows = " ".join(
-                f"R{row.request}[{row.start}:{row.start + row.tokens}]"
-                + (f" hit_tokens={row.start}" if row.admitted else "")
-                + f" row={shown(row.worker)}"
-                for row in answer.rows
-            )
-            preempted = "".join(f" preempted=R{request}" for request in answer.preempted)
-            parts.append(f"scheduled {rows or 'nothing'}{preempted}")
+            return scheduled(answer)
         case None:
-            parts.append("no answer")
+            return "no answer"
         case _:
-            pass
-    return " ".join([*parts, f"free={free}"])
+            return ""
+
+
+def scheduled(answer: Scheduled) -> str:
+    rows = " ".join(
+        f"R{row.request}[{row.start}:{row.start + row.tokens}]"
+        + (f" hit_tokens={row.start}" if row.admitted else "")
+        + f" row={shown(row.worker)}"
+        for row in answer.rows
+    )
+    preempted = "".join(f" preempted=R{request}" for request in answer.preempted)
+    return f"scheduled {rows or 'nothing'}{preempted}"
 
 
 def asked(line: Line) -> str:

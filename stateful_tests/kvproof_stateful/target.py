@@ -17,6 +17,10 @@ class TargetFailed(Exception):
     """
 
 
+class TargetTimedOut(TargetFailed):
+    """The target did not answer in time."""
+
+
 class UnsupportedConfig(Exception):
     """The target cannot be built this way: the case is skipped and counted."""
 

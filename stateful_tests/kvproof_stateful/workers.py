@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -15,6 +16,7 @@ from kvproof_stateful.expectations import KnownViolation
 from kvproof_stateful.loading import load_target
 from kvproof_stateful.plan import Asked
 from kvproof_stateful.running import Judging, time_limit
+from kvproof_stateful.target import TargetFailed
 
 POLL_SECONDS = 0.5
 
@@ -34,7 +36,7 @@ class Share:
     workers: int
 
 
-_counts: SynchronizedArray[int] | None = None
+_counts: SynchronizedArray[int] | None = None  # judged actions and runs of each; then: stop
 
 
 def _start(counts: SynchronizedArray[int]) -> None:
@@ -47,9 +49,11 @@ def _work(share: Share) -> Result:
         if _counts is not None:
             _counts[2 * share.worker] = result.coverage.lines
             _counts[2 * share.worker + 1] = result.coverage.runs
+            if _counts[2 * share.workers]:
+                raise KeyboardInterrupt
 
     campaign = Campaign(
-        target=load_target(share.target),
+        target=load_target(share.target)[0],
         judging=share.judging,
         asked=share.asked,
         budget=share.budget,
@@ -67,8 +71,10 @@ def _work(share: Share) -> Result:
 def run_in_workers(campaign: Campaign, target: str, workers: int) -> Result:
     """Run `campaign` in `workers` processes; an interrupt ends all and keeps what they found."""
     context = get_context("spawn")
-    counts = context.Array("q", 2 * workers)
+    counts = context.Array("q", 2 * workers + 1)
     with ProcessPoolExecutor(workers, context, _start, (counts,)) as pool:
+        # Workers are told to stop; a Ctrl-C of the terminal must not reach them by itself.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         futures = [pool.submit(_work, share) for share in shares(campaign, target, workers)]
         interrupted = _wait(campaign, futures, counts)
     result = Result(interrupted=interrupted)
@@ -77,6 +83,8 @@ def run_in_workers(campaign: Campaign, target: str, workers: int) -> Result:
             result.merge(future.result())
         except BrokenProcessPool:
             result.failure = result.failure or "a worker process died without an answer"
+        except TargetFailed as failure:
+            result.failure = result.failure or str(failure)
     return result
 
 
@@ -100,15 +108,17 @@ def shares(campaign: Campaign, target: str, workers: int) -> Iterator[Share]:
 def _wait(
     campaign: Campaign, futures: list[Future[Result]], counts: SynchronizedArray[int]
 ) -> bool:
-    """Until all are done; whether it was interrupted (the workers were too, and report)."""
+    """Until all are done; whether it was interrupted, of which the workers are told."""
     started, interrupted = time.monotonic(), False
     while True:
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             if not wait(futures, timeout=POLL_SECONDS).not_done:
                 return interrupted
             so_far = Result()
-            so_far.coverage.lines = sum(counts[::2])
+            so_far.coverage.lines = sum(counts[:-1:2])
             so_far.coverage.runs = sum(counts[1::2])
             campaign.progress(so_far, time.monotonic() - started)
         except KeyboardInterrupt:
             interrupted = True
+            counts[len(counts) - 1] = 1

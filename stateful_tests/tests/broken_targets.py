@@ -5,6 +5,7 @@ Each is the plain target with one thing changed; `install` makes the entry point
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from dataclasses import replace
@@ -63,6 +64,17 @@ class LosesABlockAndSaysWhen(LosesABlock):
         self.resets += 1
         if self.resets == 400:
             (Path(os.environ["BROKEN_TARGETS"]) / str(os.getpid())).touch()
+
+
+class StartsSlowlyInWorkers(LosesABlock):
+    """In a worker process it takes for ever to make it, and a file in $BROKEN_TARGETS says so."""
+
+    name = "starts-slowly-in-workers"
+
+    def __init__(self) -> None:
+        if multiprocessing.parent_process() is not None:
+            (Path(os.environ["BROKEN_TARGETS"]) / str(os.getpid())).touch()
+            time.sleep(600)
 
 
 class RaisesInPerform(BrokenTarget):
@@ -145,6 +157,11 @@ class HasNoWindow(BrokenTarget):
         return replace(super().hello(), features=frozenset({"full"}), claims=("I1",))
 
 
+def untyped(value: Any) -> Any:
+    """What no type checker would let through."""
+    return value
+
+
 class AnswersNonsense(BrokenTarget):
     """To each action of the kind `to` it gives `answer`, whatever the types say."""
 
@@ -192,12 +209,12 @@ class AnswersTooManyGroups(AnswersNonsense):
 
 class AnswersNoTables(AnswersNonsense):
     name = "answers-no-tables"
-    answer = Hit(0, None)  # type: ignore[arg-type]
+    answer = Hit(0, untyped(None))
 
 
 class AnswersTextTokens(AnswersNonsense):
     name = "answers-text-tokens"
-    answer = Hit("0", ((),))  # type: ignore[arg-type]
+    answer = Hit(untyped("0"), ((),))
 
 
 class AnswersNegativeTokens(AnswersNonsense):
@@ -208,19 +225,19 @@ class AnswersNegativeTokens(AnswersNonsense):
 class AnswersTextBlocks(AnswersNonsense):
     name = "answers-text-blocks"
     to = Allocate
-    answer = Granted((("1", "2"),))  # type: ignore[arg-type]
+    answer = Granted(untyped((("1", "2"),)))
 
 
 class AnswersHalfBlocks(AnswersNonsense):
     name = "answers-half-blocks"
     to = Allocate
-    answer = Granted(((1.5,),))  # type: ignore[arg-type]
+    answer = Granted(untyped(((1.5,),)))
 
 
 class AnswersNestedBlocks(AnswersNonsense):
     name = "answers-nested-blocks"
     to = Allocate
-    answer = Granted((([1], [2]),))  # type: ignore[arg-type]
+    answer = Granted(untyped((([1], [2]),)))
 
 
 class AnswersLists(BrokenTarget):
@@ -239,7 +256,7 @@ class AnswersLists(BrokenTarget):
 class AnswersFlatTables(AnswersNonsense):
     name = "answers-flat-tables"
     to = Allocate
-    answer = Granted((1,))  # type: ignore[arg-type]
+    answer = Granted(untyped((1,)))
 
 
 class ShowsText(BrokenTarget):

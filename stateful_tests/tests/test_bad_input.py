@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
+from kvproof_stateful import shrinking
 from kvproof_stateful.cli import EXIT_CLEAN, EXIT_FAILED, EXIT_USAGE, main
 
 HERE = Path(__file__).parent
@@ -54,9 +55,17 @@ def kvproof(site: Path, capfd: pytest.CaptureFixture[str]) -> Kvproof:
             code = main(arguments)
         except SystemExit as end:
             code = end.code
-        return Outcome(code, *capfd.readouterr())
+        shown = capfd.readouterr()
+        return Outcome(code, shown.out, shown.err)
 
     return run
+
+
+@pytest.fixture
+def unshrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave what is found as it is, which takes no time."""
+
+    monkeypatch.setattr(shrinking, "shrink", lambda smallest: None)
 
 
 @pytest.fixture
@@ -339,15 +348,25 @@ def assert_failed(outcome: Outcome, says: str) -> None:
         ("shows-too-few-counts", "1 counts for"),
     ],
 )
+@pytest.mark.usefixtures("unshrunk")
 def test_a_target_that_raises_or_answers_nonsense_ends_with_3(
-    kvproof: Kvproof, tmp_path: Path, target: str, says: str
+    kvproof: Kvproof, target: str, says: str
 ) -> None:
     outcome = kvproof("campaign", "--target", target, *QUICK, "--json", "--out", "found")
     assert_failed(outcome, says)
-    for trace in (tmp_path / "found").glob("*"):
-        assert kvproof("replay", str(trace)).code == EXIT_FAILED, trace.read_text()
 
 
+@pytest.mark.parametrize(
+    "target", ["raises-in-perform", "raises-in-snapshot", "answers-none", "answers-text"]
+)
+def test_a_saved_failure_is_replayed_as_one(kvproof: Kvproof, tmp_path: Path, target: str) -> None:
+    kvproof("campaign", "--target", target, *QUICK, "--json", "--out", "found")
+    (trace,) = (tmp_path / "found").glob("*.ndjson")
+    assert kvproof("replay", str(trace)).code == EXIT_FAILED, trace.read_text()
+    assert kvproof("replay", str(trace), "--target", target).code == EXIT_FAILED
+
+
+@pytest.mark.usefixtures("unshrunk")
 def test_lists_for_tuples_are_no_violation(kvproof: Kvproof) -> None:
     target = ("--target", "answers-lists", "--groups", "full:4", "--actions", "1500")
     assert kvproof("campaign", *target).code in (EXIT_CLEAN, EXIT_FAILED)

@@ -71,7 +71,8 @@ def kvproof(capfd: pytest.CaptureFixture[str]) -> Kvproof:
             code = main(arguments)
         except SystemExit as end:
             code = end.code
-        return Outcome(code, *capfd.readouterr())
+        shown = capfd.readouterr()
+        return Outcome(code, shown.out, shown.err)
 
     return run
 
@@ -307,6 +308,31 @@ def test_the_groups_and_blocks_are_those_asked_for(kvproof: Kvproof) -> None:
     ]
 
 
+@pytest.mark.parametrize("groups", ["full:32", "full:64", "full:32,sliding:32:40"])
+def test_blocks_may_be_large(kvproof: Kvproof, groups: str) -> None:
+    outcome = kvproof("campaign", "--groups", groups, "--actions", "600")
+    assert outcome.code in (EXIT_CLEAN, EXIT_FAILED), outcome
+    assert "VIOLATED" not in outcome.out
+
+
+def test_a_reader_that_goes_away_is_not_taken_for_a_violation() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [*COMMAND, "campaign", "--actions", "200", "--groups", "full:4"],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert done.returncode == EXIT_INTERRUPTED
+    assert "Traceback" not in done.stderr
+
+
 def test_the_ladder_adds_one_feature_a_rung(kvproof: Kvproof) -> None:
     outcome = kvproof("campaign", "--ladder", "--actions", "2400", "--json")
     assert outcome.code == EXIT_CLEAN, outcome
@@ -430,6 +456,19 @@ def test_ctrl_c_prints_the_report() -> None:
     assert outcome.code == EXIT_INTERRUPTED, outcome
     assert outcome.out.startswith("I1: ")
     assert "INTERRUPTED  loses-a-block" in outcome.out
+
+
+def test_ctrl_c_before_the_worker_processes_have_begun_prints_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ready").mkdir()
+    monkeypatch.setenv("BROKEN_TARGETS", str(tmp_path / "ready"))
+    options = (*LONG, "--target", "starts-slowly-in-workers", "--workers", "2", "--json")
+    ready = lambda: len(list((tmp_path / "ready").iterdir())) == 2  # noqa: E731
+    outcome = interrupt(options, ready, everyone=True)
+    assert outcome.code == EXIT_INTERRUPTED, outcome
+    assert outcome.report["interrupted"] is True
+    assert "Traceback" not in outcome.err
 
 
 @pytest.mark.parametrize("everyone", [True, False], ids=["ctrl-c", "kill"])

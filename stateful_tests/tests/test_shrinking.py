@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from kvproof_spec.actions import Submit
 from kvproof_spec.answers import Snapshot
 from kvproof_spec.choices import KINDS, Scope, choices
 from kvproof_spec.config import Config, Group
@@ -14,7 +15,7 @@ from kvproof_spec.judgement import Violation
 from kvproof_stateful.faults import FAULTS
 from kvproof_stateful.plan import Asked, Pick, Plan, draw_scope, weights
 from kvproof_stateful.running import TARGET_FAILED, Judging, Run, perform_plan
-from kvproof_stateful.shrinking import minimize, shrink, without_request
+from kvproof_stateful.shrinking import ATTEMPTS, Smallest, minimize, shrink, without_request
 from kvproof_stateful.target import Target, TargetFailed
 from kvproof_stateful.targets.plain import PlainTarget
 
@@ -53,6 +54,16 @@ def broken_plan(target: Target, rule: str, level: str = "contract") -> Plan:
         if len(plan.picks) > 5 and rule_broken(target, plan, level) == rule:
             return plan
     pytest.fail(f"no run breaks {rule}")
+
+
+def shrunk(
+    target: Target, judging: Judging, plan: Plan, rule: str, attempts: int = ATTEMPTS
+) -> tuple[Plan, Run]:
+    """What is left of a plan that breaks the rule, and its run."""
+    run, _ = perform_plan(target, judging, plan)
+    smallest = Smallest(target, judging, rule, plan, run, attempts=attempts)
+    shrink(smallest)
+    return smallest.plan, smallest.run
 
 
 def rule_broken(target: Target, plan: Plan, level: str) -> str | None:
@@ -119,9 +130,8 @@ class LosesABlock(PlainTarget):
 
 def test_a_simple_fault_shrinks_to_the_two_actions_that_show_it() -> None:
     target = LosesABlock()
-    small, run = shrink(target, Judging(), broken_plan(target, "I1"), "I1")
-    assert [type(line.action).__name__ for line in run.lines] == ["Submit", "Submit"]
-    assert [line.action.symbols for line in run.lines] == [(1,), (1,)]  # type: ignore[union-attr]
+    small, run = shrunk(target, Judging(), broken_plan(target, "I1"), "I1")
+    assert [line.action for line in run.lines] == [Submit(0, (1,)), Submit(1, (1,))]
     assert small.scope.config.num_blocks == 2
     assert run.lines[-1].verdict is not None
     assert run.lines[-1].verdict.rule == "I1"
@@ -132,7 +142,7 @@ def test_a_seeded_fault_shrinks_to_at_most_eight_actions(name: str) -> None:
     fault = FAULTS[name]
     target = fault.target()
     plan = broken_plan(target, fault.rule, fault.level)
-    small, run = shrink(target, Judging(fault.level), plan, fault.rule)
+    small, run = shrunk(target, Judging(fault.level), plan, fault.rule)
     assert len(run.lines) <= 8
     assert run.config == small.scope.config
     assert rule_broken(target, small, fault.level) == fault.rule
@@ -141,15 +151,15 @@ def test_a_seeded_fault_shrinks_to_at_most_eight_actions(name: str) -> None:
 def test_shrinking_comes_out_the_same_every_time() -> None:
     target = LosesABlock()
     plan = broken_plan(target, "I1")
-    first_plan, first = shrink(target, Judging(), plan, "I1")
-    again_plan, again = shrink(LosesABlock(), Judging(), plan, "I1")
+    first_plan, first = shrunk(target, Judging(), plan, "I1")
+    again_plan, again = shrunk(LosesABlock(), Judging(), plan, "I1")
     assert first_plan == again_plan
     assert first.lines == again.lines
 
 
 def test_a_shrunk_plan_performs_the_shrunk_run() -> None:
     target = LosesABlock()
-    small, run = shrink(target, Judging(), broken_plan(target, "I1"), "I1")
+    small, run = shrunk(target, Judging(), broken_plan(target, "I1"), "I1")
     again, performed = perform_plan(target, Judging(), small)
     assert again.lines == run.lines
     assert performed == small
@@ -164,7 +174,7 @@ def test_no_more_runs_are_made_than_were_allowed() -> None:
             self.resets += 1
 
     plan, target = broken_plan(LosesABlock(), "I1"), CountsResets()
-    _, run = shrink(target, Judging(), plan, "I1", attempts=10)
+    _, run = shrunk(target, Judging(), plan, "I1", attempts=10)
     assert target.resets <= 11
     assert run.lines[-1].verdict is not None
     assert run.lines[-1].verdict.rule == "I1"
@@ -179,7 +189,7 @@ def test_a_failure_shrinks_to_itself_and_not_to_another() -> None:
 
     target = RaisesLater()
     plan = broken_plan(target, TARGET_FAILED)
-    _, run = shrink(target, Judging(), plan, TARGET_FAILED)
+    _, run = shrunk(target, Judging(), plan, TARGET_FAILED)
     assert len(run.lines) == 2
     verdict = run.lines[-1].verdict
     assert verdict is not None

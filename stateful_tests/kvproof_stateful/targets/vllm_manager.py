@@ -204,8 +204,10 @@ class VllmManagerTarget(DrivenTarget):
 
     def free(self, progress: Progress, in_use_until: int | None) -> tuple[int, ...]:
         request = self._request(progress)
-        if in_use_until is None or not hasattr(self.manager, "pop_blocks_for_free"):
+        if in_use_until is None:
             self.manager.free(request)
+        elif not hasattr(self.manager, "pop_blocks_for_free"):
+            raise UnsupportedConfig(f"vLLM {vllm.__version__} cannot defer the return of blocks")
         else:
             blocks = self.manager.pop_blocks_for_free(request)
             if blocks:
