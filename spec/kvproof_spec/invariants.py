@@ -34,7 +34,7 @@ def free_xor_held(expected: Expected, observed: Observed) -> Iterator[str]:
             if block in expected.held_before or block in seen:
                 yield f"block {block}, handed out for entry {index} of group {group}, was not free"
             seen.add(block)
-    if observed.snapshot is not None and not isinstance(observed.answer, Refused):
+    if observed.snapshot is not None and not isinstance(observed.answer, Refused | Raised):
         yield from _free_is_listed_once(expected, observed)
         yield from _counts_equal_references(expected, observed)
 

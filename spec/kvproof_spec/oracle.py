@@ -123,7 +123,8 @@ class Oracle:
         except (AttributeError, IndexError, TypeError) as error:
             if well_typed(answer, Answer) and well_typed(snapshot, Snapshot | None):
                 raise
-            raise NonsenseAnswer(f"a field of it has the wrong type: {error}") from None
+            text = f"{answer!r:.200} or the snapshot has a field of the wrong type: {error}"
+            raise NonsenseAnswer(text) from None
 
     def _step(self, action: Action, answer: Answer, snapshot: Snapshot | None) -> None:
         check_answer(self.state, action, answer)
@@ -212,13 +213,16 @@ def check_answer(state: State, action: Action, answer: Answer) -> None:
         raise NonsenseAnswer(f"{type(answer).__name__} is no answer to {type(action).__name__}")
     if isinstance(answer, Hit) and answer.tokens < 0:
         raise NonsenseAnswer(f"a hit of {answer.tokens} tokens")
-    for tables in tables_shown(answer):
-        if len(tables) != len(state.config.groups):
-            raise NonsenseAnswer(f"{len(tables)} tables for {len(state.config.groups)} groups")
-        for table in tables:
-            check_blocks(table, state.config.num_blocks)
-    if isinstance(answer, Returned | Scheduled | Updated):
-        check_blocks(answer.deferred or (), state.config.num_blocks)
+    try:
+        for tables in tables_shown(answer):
+            if len(tables) != len(state.config.groups):
+                raise NonsenseAnswer(f"{len(tables)} tables for {len(state.config.groups)} groups")
+            for table in tables:
+                check_blocks(table, state.config.num_blocks)
+        if isinstance(answer, Returned | Scheduled | Updated):
+            check_blocks(answer.deferred or (), state.config.num_blocks)
+    except TypeError as error:
+        raise NonsenseAnswer(f"{answer!r:.200} has not block ids where they belong") from error
 
 
 def check_snapshot(state: State, snapshot: Snapshot | None) -> None:

@@ -53,6 +53,7 @@ class Header:
     target_version: str = ""
     level: str = "contract"
     without: tuple[str, ...] = ()
+    corrections: tuple[str, ...] = ()  # of the policy's engine, that the target has
     seed: int = 0
     command: str = ""
     kvproof: int = FORMAT_VERSION

@@ -160,7 +160,7 @@ def test_snapshot_and_verdict_are_read_as_they_were_written(tmp_path: Path, line
     "header",
     [
         HEADER,
-        Header(HEADER.config, "vllm", "0.32.0", "exact:vllm-0.32", ("R3",), 7, "kvproof campaign"),
+        Header(HEADER.config, "vllm", "0.32.0", "exact:vllm-0.32", ("R3",), (), 7),
         Header(
             Config(
                 (Group("full", 4),),

@@ -16,6 +16,12 @@ from kvproof_spec.judgement import Violation
 from kvproof_spec.state import ActionDisabled
 from kvproof_spec.trace import Header, Trace, dump_trace, write_trace
 from kvproof_stateful.coverage import Coverage, goals_of
+from kvproof_stateful.exits import (
+    EXIT_CLEAN,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_VIOLATION,
+)
 from kvproof_stateful.expectations import BadExpectations, KnownViolation
 from kvproof_stateful.plan import Asked, Pick, Plan, draw_scope, weights
 from kvproof_stateful.running import TARGET_FAILED, Judging, Run, perform_actions
@@ -93,12 +99,12 @@ class Result:
     @property
     def exit_code(self) -> int:
         if self.interrupted:
-            return 130
+            return EXIT_INTERRUPTED
         if any(found.rule != TARGET_FAILED for found in self.found) or self.stale_expectations:
-            return 1
+            return EXIT_VIOLATION
         if self.failure or self.never_evaluated:
-            return 3
-        return 0
+            return EXIT_FAILED
+        return EXIT_CLEAN
 
 
 Progress = Callable[[Result, float], None]
@@ -268,6 +274,7 @@ class Campaign:
             target_version=self.hello.version,
             level=self.judging.level,
             without=self.judging.without,
+            corrections=tuple(sorted(self.hello.corrections)),
             seed=self.seed,
             command=self.command,
         )

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import kvproof_stateful
-
-EXIT_CLEAN, EXIT_VIOLATION, EXIT_USAGE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+from kvproof_stateful.exits import EXIT_INTERRUPTED, EXIT_USAGE, CommandFailed
 
 EXIT_CODES = """\
 exit codes:
@@ -30,18 +29,6 @@ examples:
   kvproof campaign --target plain --ladder          one feature after the other
 
 """
-
-
-class CommandFailed(Exception):
-    """Ends the command with one line and an exit code."""
-
-    exit_code = EXIT_FAILED
-
-
-class UsageError(CommandFailed):
-    """What was asked for cannot be done; the message says what can."""
-
-    exit_code = EXIT_USAGE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

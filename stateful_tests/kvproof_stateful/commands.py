@@ -18,7 +18,7 @@ from kvproof_spec.state import ActionDisabled
 from kvproof_spec.trace import DamagedTrace, Trace, read_trace
 from kvproof_stateful import reporting
 from kvproof_stateful.campaign import Budget, Campaign
-from kvproof_stateful.cli import (
+from kvproof_stateful.exits import (
     EXIT_CLEAN,
     EXIT_FAILED,
     EXIT_USAGE,

@@ -178,7 +178,7 @@ def perform_actions(
 
 def judge_trace(judging: Judging, trace: Trace) -> Verdict | None:
     """Judge the recorded answers, without a target; the verdict of the first bad line."""
-    oracle = judging.oracle(trace.header.config)
+    oracle = judging.oracle(trace.header.config, trace.header.corrections)
     for line in trace.lines:
         failed = line.verdict is not None and line.verdict.rule == TARGET_FAILED
         if line.answer is None or failed:

@@ -39,12 +39,17 @@ def shrink(smallest: Smallest) -> None:
 
     Deterministic for a deterministic target.  An interrupt leaves the smallest so far.
     """
-    smallest.breaks(with_used_prompts(smallest.plan))
-    drop_picks(smallest)
-    for _ in range(2):
+    with suppress(AttemptsUsedUp):
+        smallest.breaks(with_used_prompts(smallest.plan))
+        drop_picks(smallest)
+        for _ in range(2):
+            drop_requests(smallest)
+            minimize(smallest.plan, smallest.breaks)
         drop_requests(smallest)
-        minimize(smallest.plan, smallest.breaks)
-    drop_requests(smallest)
+
+
+class AttemptsUsedUp(SkipTest):
+    """Ends the shrinking: the one exception that Hypothesis does not take for a finding."""
 
 
 class Smallest:
@@ -75,7 +80,7 @@ class Smallest:
         """Does it break the rule?  What it performs is kept if nothing smaller is."""
         self.attempts -= 1
         if self.attempts < 0:
-            return False
+            raise AttemptsUsedUp("no run is left to be made")
         try:
             run, performed = perform_plan(self.target, self.judging, plan, self.seconds)
         except (UnsupportedConfig, TargetFailed):  # a reset may fail, too
@@ -158,8 +163,8 @@ def minimize(plan: Plan, breaks: Callable[[Plan], bool]) -> None:
         verbosity=Verbosity.quiet,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
-    # What it raises when the attempts are used up: the best plan so far stands.
-    with seeded(), suppress(HypothesisException, SkipTest):
+    # Whatever it thinks of the result, the smallest plan is kept elsewhere.
+    with seeded(), suppress(HypothesisException):
         find(plans(plan.scope), breaks, settings=limits, database_key=KEY)
 
 

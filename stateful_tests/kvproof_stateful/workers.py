@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from multiprocessing.sharedctypes import SynchronizedArray
 
 from kvproof_stateful.campaign import Budget, Campaign, Result
@@ -19,6 +19,8 @@ from kvproof_stateful.running import Judging, time_limit
 from kvproof_stateful.target import TargetFailed
 
 POLL_SECONDS = 0.5
+GRACE_SECONDS = 5.0
+"""What a worker has to report what it found, once it was told to stop."""
 
 
 @dataclass(frozen=True)
@@ -109,16 +111,19 @@ def _wait(
     campaign: Campaign, futures: list[Future[Result]], counts: SynchronizedArray[int]
 ) -> bool:
     """Until all are done; whether it was interrupted, of which the workers are told."""
-    started, interrupted = time.monotonic(), False
+    started, stopped = time.monotonic(), 0.0
     while True:
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             if not wait(futures, timeout=POLL_SECONDS).not_done:
-                return interrupted
+                return bool(stopped)
+            if stopped and time.monotonic() - stopped > GRACE_SECONDS:
+                for process in active_children():
+                    process.kill()
             so_far = Result()
             so_far.coverage.lines = sum(counts[:-1:2])
             so_far.coverage.runs = sum(counts[1::2])
             campaign.progress(so_far, time.monotonic() - started)
         except KeyboardInterrupt:
-            interrupted = True
+            stopped = stopped or time.monotonic()
             counts[len(counts) - 1] = 1

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import pytest
 
 from kvproof_stateful import shrinking
-from kvproof_stateful.cli import EXIT_CLEAN, EXIT_FAILED, EXIT_USAGE, main
+from kvproof_stateful.cli import main
+from kvproof_stateful.exits import EXIT_CLEAN, EXIT_FAILED, EXIT_USAGE
 
 HERE = Path(__file__).parent
 SECONDS = 20

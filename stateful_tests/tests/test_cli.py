@@ -18,15 +18,9 @@ import pytest
 
 from kvproof_spec.choices import FEATURES, KINDS
 from kvproof_spec.invariants import RULES
-from kvproof_stateful.cli import (
-    EXIT_CLEAN,
-    EXIT_CODES,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_VIOLATION,
-    main,
-)
+from kvproof_stateful.cli import EXIT_CODES, main
 from kvproof_stateful.coverage import GOALS
+from kvproof_stateful.exits import EXIT_CLEAN, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_VIOLATION
 
 HERE = Path(__file__).parent
 SECONDS = 60
