@@ -189,7 +189,7 @@ def asked_of(options: argparse.Namespace, hello: Hello) -> Asked:
         if missing:
             raise ImpossibleConfig(f"target {hello.name} does not declare {', '.join(missing)}")
     if groups:
-        kinds = {group.kind for group in groups}
+        kinds = frozenset[str](group.kind for group in groups)
         named = (features or frozenset()) & {"full", "sliding"}
         if named and named != kinds:
             raise ImpossibleConfig(
