@@ -188,7 +188,7 @@ class Campaign:
     def _one_run(self, rng: Random) -> None:
         coverage = self.result.coverage
         scope = draw_scope(rng, self.hello, self.asked)
-        weight = weights(rng)
+        weight = weights(rng, self.hello.observed)
         features = sorted(scope.features)
         picks: list[Pick] = []
         reached: set[str] = set()

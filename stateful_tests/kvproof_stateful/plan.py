@@ -23,6 +23,10 @@ SAMPLES = (1, 2, 3)
 """Token ids that a step may sample; prompts are made of them too, so that they meet."""
 
 
+SAMPLED = (2, 6, 12)
+"""Tokens after which a request ends, where the target's own scheduler ends it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pick:
     """One choice by numbers: its kind, its request, and an index into each domain."""
@@ -68,11 +72,11 @@ def draw_scope(rng: Random, hello: Hello, asked: Asked) -> Scope:
     groups = asked.groups or rng.choice(possible_groups(hello, asked))
     features = draw_features(rng, hello, asked, groups)
     unit = max(group.block_size for group in groups)
-    max_requests = rng.randint(2, 5) if not hello.observed else rng.randint(3, 9)
+    max_requests = rng.randint(2, 5) if not hello.observed else rng.randint(4, 9)
     prompts = draw_prompts(rng, unit)
     config = Config(
         groups=groups,
-        num_blocks=asked.num_blocks or draw_pool(rng, groups, prompts),
+        num_blocks=asked.num_blocks or draw_pool(rng, groups, prompts, hello.observed),
         caching="uncached" not in features,
         max_model_len=max(128, 32 * unit),
         defers_returns={"async", "external"} <= features or rng.random() < 0.3,
@@ -92,7 +96,7 @@ def draw_scope(rng: Random, hello: Hello, asked: Asked) -> Scope:
         chunk=unit * rng.choice((1, 2, 4)),
         max_request_tokens=12 * unit,
         priorities=(0, 1, 9) if hello.observed else (0,),
-        max_sampled=(2, 4, 12) if hello.observed else (None,),
+        max_sampled=SAMPLED if hello.observed else (None,),
     )
 
 
@@ -132,22 +136,29 @@ def draw_prompts(rng: Random, unit: int) -> tuple[tuple[int, ...], ...]:
     return tuple(prompt or (1,) for prompt in prompts)
 
 
-def draw_pool(rng: Random, groups: tuple[Group, ...], prompts: Sequence[Sequence[int]]) -> int:
-    """Blocks with the null block: from one long request's need to plenty; mostly scarce."""
-    longest = max(len(prompt) for prompt in prompts)
+def draw_pool(
+    rng: Random, groups: tuple[Group, ...], prompts: Sequence[Sequence[int]], observed: bool
+) -> int:
+    """Blocks with the null block: from one long request's need to plenty; mostly scarce.
+
+    A scheduler of its own would wait for ever for a request that never fits.
+    """
+    longest = max(len(prompt) for prompt in prompts) + (max(SAMPLED) if observed else 0)
     one = sum(group.blocks_for(longest) for group in groups)
+    if observed:
+        return 1 + rng.choice((one, one, one + 1, one + 2, one * 3 // 2))
     return 2 + rng.choice((one // 2, one, one, one + 1, one * 3 // 2, one * 3))
 
 
 def with_scheduling(rng: Random, config: Config, features: frozenset[str]) -> Config:
     asynchronous = "async" in features
     scheduling = Scheduling(
-        policy=rng.choice(("fcfs", "priority", "priority")),
+        policy=rng.choice(("fcfs", "priority", "priority", "priority")),
         asynchronous=asynchronous,
         max_num_seqs=rng.choice((4, 8)),
         max_num_batched_tokens=rng.choice((8, 16, 32, 64)),
-        long_prefill_token_threshold=rng.choice((0, 4, 8, 8)),
-        whole_sequence_check=rng.random() < 0.3,
+        long_prefill_token_threshold=rng.choice((0, 4, 4, 8, 8)),
+        whole_sequence_check=rng.random() < 0.1,
         stop_token=rng.choice((None, SAMPLES[0])),
     )
     return replace(
@@ -178,11 +189,12 @@ def parse_groups(text: str) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def weights(rng: Random) -> dict[str, float]:
+def weights(rng: Random, observed: bool = False) -> dict[str, float]:
     """How often each kind of choice is taken in a run: as usual, or (swarm) off balance."""
+    usual = AROUND_A_SCHEDULER if observed else WEIGHTS
     if rng.random() < 0.5:
-        return dict(WEIGHTS)
-    return {kind: weight * rng.choice((0.1, 0.5, 1, 4)) for kind, weight in WEIGHTS.items()}
+        return dict(usual)
+    return {kind: weight * rng.choice((0.1, 0.5, 1, 4)) for kind, weight in usual.items()}
 
 
 WEIGHTS: dict[str, float] = {
@@ -204,4 +216,11 @@ WEIGHTS: dict[str, float] = {
     "leave unissued": 0.3,
     "forget blocks": 0.2,
     "forget everything": 0.25,
+}
+
+AROUND_A_SCHEDULER: dict[str, float] = {
+    "submit": 1.5,
+    "issue": 5,
+    "complete step": 5,
+    "abort": 0.05,
 }
