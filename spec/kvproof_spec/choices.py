@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -105,6 +105,8 @@ class Choice(NamedTuple):
         yield from dict.fromkeys(self.build(*values) for values in product(*self.domains))
 
 
+ISSUE = Choice("issue", 0, Issue)
+
 KINDS: tuple[str, ...] = (
     "submit",
     "lookup",
@@ -145,15 +147,20 @@ def choices(state: State, scope: Scope) -> list[Choice]:
         elif request.status == "loading":
             found.append(_load_returns(state, request))
         elif not has_stale_rows(state, request):
-            found.append(Choice("lookup", request.id, partial(Lookup, request.id)))
+            found.append(_plain("lookup", Lookup, request.id))
         if request.status != "loading" and (not rows or "async" in scope.features):
             found += _leaving(state, scope, request)
     found += _steps(state, scope, any(request.scheduled for request in state.requests))
     if "forget" in scope.features:
-        normal = range(1, state.config.num_blocks)
-        found.append(Choice("forget blocks", 0, _forget_two, (normal, normal)))
-        found.append(Choice("forget everything", 0, Forget))
+        found += _forgets(state.config.num_blocks)
     return found
+
+
+@lru_cache(maxsize=64)
+def _forgets(num_blocks: int) -> tuple[Choice, Choice]:
+    normal = range(1, num_blocks)
+    blocks = Choice("forget blocks", 0, _forget_two, (normal, normal))
+    return blocks, Choice("forget everything", 0, Forget)
 
 
 def _forget_two(one: int, other: int) -> Forget:
@@ -163,7 +170,7 @@ def _forget_two(one: int, other: int) -> Forget:
 def _steps(state: State, scope: Scope, to_issue: bool) -> list[Choice]:
     found = []
     if to_issue and len(state.steps) < scope.steps_in_flight:
-        found.append(Choice("issue", 0, Issue))
+        found.append(ISSUE)
     if state.steps:
         found.append(_step_returns(state, scope))
     return found
@@ -228,7 +235,7 @@ def _while_running(scope: Scope, request: Request, rows: Sequence[Row]) -> list[
         domains = ((certain,),)
         found.append(Choice("publish", request.id, partial(Publish, request.id), domains))
     if "trim" in scope.features:
-        found.append(Choice("trim", request.id, partial(Trim, request.id)))
+        found.append(_plain("trim", Trim, request.id))
     return found
 
 
@@ -262,23 +269,31 @@ def _draft(request: int, count: int, symbol: Symbol, lookahead: int) -> Action:
 
 def _leaving(state: State, scope: Scope, request: Request) -> list[Choice]:
     features = scope.features
-    leave = partial(Release, request.id)
     if request.scheduled:
         if "unissued" not in features or relied_upon(state, request):
             return []
+        leave = partial(Release, request.id)
         return [Choice("leave unissued", request.id, leave, (("preempt", "abort"),))]
     reasons = []
     if request.status == "running":
         reasons += ["finish"] if request.known > request.prompt_tokens else []
         reasons += ["preempt"] if "preempt" in features else []
     reasons += ["abort"] if "abort" in features else []
-    return [Choice(reason, request.id, partial(leave, reason)) for reason in reasons]
+    return [_plain(reason, Release, request.id, reason) for reason in reasons]
+
+
+@lru_cache(maxsize=4096)
+def _plain(kind: str, build: Callable[..., Action], request: int, *more: Any) -> Choice:
+    """A choice without parameters: there are few, and they come up all the time."""
+    return Choice(kind, request, partial(build, request, *more))
 
 
 def relied_upon(state: State, request: Request) -> bool:
     """Does another request hold a block that `request` was granted and has not issued?"""
+    others = [other for other in state.requests if other.id != request.id and any(other.tables)]
+    if not others:
+        return False
     own = {cell[0] for cell in unissued_cells(state, request)}
-    others = (other for other in state.requests if other.id != request.id)
     return any(own.intersection(table) for other in others for table in other.tables)
 
 

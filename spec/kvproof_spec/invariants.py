@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvproof_spec.actions import Allocate, Issue, Lookup, Segments, Trim
+from kvproof_spec.actions import Allocate, Issue, Lookup, Trim
 from kvproof_spec.answers import Granted, Hit, Issued, Raised, Refused, Returned
 from kvproof_spec.derived import (
     has_stale_rows,
@@ -168,7 +168,7 @@ def optimistic_is_not_reusable(expected: Expected, observed: Observed) -> Iterat
 @rule("refusal", "raised")
 def all_or_nothing(expected: Expected, observed: Observed) -> Iterator[str]:
     """R1: a refusal changes nothing but the window's return (R7), and is no exception."""
-    if isinstance(observed.answer, Raised) and not _shortage(expected):
+    if isinstance(observed.answer, Raised) and not _shortage(expected, _wanted(expected)):
         yield f"instead of an answer came {observed.answer.error}"
     if isinstance(observed.answer, Refused):
         before, after = expected.request.tables, expected.request_after.tables
@@ -185,40 +185,43 @@ def all_or_nothing(expected: Expected, observed: Observed) -> Iterator[str]:
 @rule("grant", "raised")
 def granted_means_it_fitted(expected: Expected, observed: Observed) -> Iterator[str]:
     """R2: new blocks + reclaimable hits + headroom <= free, and what is needed is taken."""
-    if shortage := _shortage(expected):
+    wanted = _wanted(expected)
+    if shortage := _shortage(expected, wanted):
         yield f"{shortage}; the answer was {type(observed.answer).__name__}"
     if isinstance(observed.answer, Granted):
-        for group in range(len(expected.groups)):
-            taken = sum(place[0] == group for place in expected.handed_out)
-            wanted, _ = blocks_wanted(expected, group, expected.segments)
-            if taken != wanted:
-                yield f"group {group} needs {wanted} new blocks and took {taken}"
+        taken = [0] * len(wanted)
+        for group, _, _ in expected.handed_out:
+            taken[group] += 1
+        for group, (new, _) in enumerate(wanted):
+            if taken[group] != new:
+                yield f"group {group} needs {new} new blocks and took {taken[group]}"
 
 
-def _shortage(expected: Expected) -> str:
+def _shortage(expected: Expected, wanted: list[tuple[int, int]]) -> str:
     """What does not fit, or nothing."""
-    action, groups = expected.action, range(len(expected.groups))
+    action = expected.action
     free = expected.config.num_blocks - 1 - len(expected.held_before.keys() | expected.used_before)
-    ends = action.segments(expected.before)
-    wanted = [blocks_wanted(expected, group, ends) for group in groups]
     if sum(map(sum, wanted)) + action.headroom > free:
         return f"{free} free blocks, {wanted} (new, reclaimed) needed and {action.headroom} kept"
     if action.whole_sequence:
-        wanted = [blocks_wanted(expected, group, ends, expected.request.known) for group in groups]
+        wanted = _wanted(expected, expected.request.known)
         if sum(map(sum, wanted)) > free:
             return f"{free} free blocks, {wanted} (new, reclaimed) needed for the whole sequence"
     return ""
 
 
-def blocks_wanted(
-    expected: Expected, group_id: int, ends: Segments, whole: int | None = None
-) -> tuple[int, int]:
+def _wanted(expected: Expected, whole: int | None = None) -> list[tuple[int, int]]:
+    return [blocks_wanted(expected, group, whole) for group in range(len(expected.groups))]
+
+
+def blocks_wanted(expected: Expected, group_id: int, whole: int | None = None) -> tuple[int, int]:
     """(new blocks, reclaimable hits that will be held) of one group.
 
     For a `whole` sequence (tokens) a window group wants at most its window and the
     tokens in flight.
     """
     group, table = expected.groups[group_id], expected.tables_before[group_id]
+    ends = expected.segments
     entries = group.blocks_for(ends.reserved if whole is None else whole)
     if whole is not None:
         entries = min(

@@ -262,7 +262,7 @@ def check_blocks(blocks: Sequence[int], num_blocks: int) -> None:
     if blocks and not 0 <= min(blocks) <= max(blocks) < num_blocks:
         wrong = [block for block in blocks if not 0 <= block < num_blocks]
         raise Violation("I1", f"block {wrong[0]} does not exist, there are {num_blocks}")
-    if not all(type(block) is int for block in blocks):
+    if blocks and set(map(type, blocks)) != {int}:
         raise NonsenseAnswer(f"not all of {blocks} are block ids")
 
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from kvproof_spec.choices import Scope, choices
 from kvproof_spec.config import Config, Group
 from kvproof_stateful.machine import machine_over
-from kvproof_stateful.plan import WEIGHTS
+from kvproof_stateful.plan import WEIGHTS, draw_pick
 from kvproof_stateful.running import Judging, Run
 from kvproof_stateful.targets.plain import PlainTarget
 
@@ -77,9 +77,7 @@ class Bench:
         self.seed += 1
         run = Run(self.target, self.judging, self.scope.config)
         for _ in range(RUN_LENGTH):
-            enabled = choices(run.state, self.scope)
-            choice = rng.choices(enabled, [WEIGHTS[c.kind] for c in enabled])[0]
-            picks = [int(rng.random() * len(domain)) for domain in choice.domains]
+            choice, picks = draw_pick(rng, choices(run.state, self.scope), WEIGHTS)
             answer = type(run.step(choice.action(picks))).__name__
             self.granted += answer == "Granted"
             self.refused += answer == "Refused"

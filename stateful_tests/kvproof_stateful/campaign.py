@@ -23,7 +23,7 @@ from kvproof_stateful.exits import (
     EXIT_VIOLATION,
 )
 from kvproof_stateful.expectations import BadExpectations, KnownViolation
-from kvproof_stateful.plan import Asked, Pick, Plan, draw_scope, weights
+from kvproof_stateful.plan import Asked, Pick, Plan, draw_pick, draw_scope, weights
 from kvproof_stateful.running import TARGET_FAILED, Judging, Run, perform_actions
 from kvproof_stateful.target import Target, TargetFailed, TargetTimedOut, UnsupportedConfig
 
@@ -202,9 +202,7 @@ class Campaign:
             return
         try:
             for _ in range(self._run_length()):
-                enabled = choices(run.state, scope)
-                choice = rng.choices(enabled, [weight[c.kind] for c in enabled])[0]
-                parameters = tuple(int(rng.random() * len(d)) for d in choice.domains)
+                choice, parameters = draw_pick(rng, choices(run.state, scope), weight)
                 picks.append(Pick(KINDS.index(choice.kind), choice.request, parameters))
                 before = run.state
                 action = choice.action(parameters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -42,6 +42,21 @@ class Pick:
             if choice.kind == kind and choice.request == self.request:
                 return choice
         return None
+
+
+def draw_pick(
+    rng: Random, choices: Sequence[Choice], weight: Mapping[str, float]
+) -> tuple[Choice, tuple[int, ...]]:
+    """A choice by the weights of its kind, and an index into each of its domains."""
+    weights = [weight[choice.kind] for choice in choices]
+    rest = rng.random() * sum(weights)
+    chosen = choices[-1]
+    for choice, its_weight in zip(choices, weights, strict=True):
+        rest -= its_weight
+        if rest < 0:
+            chosen = choice
+            break
+    return chosen, tuple([int(rng.random() * len(domain)) for domain in chosen.domains])
 
 
 @dataclass(frozen=True, slots=True)
