@@ -246,17 +246,19 @@ def _allocations(scope: Scope, request: Request, rows: Sequence[Row]) -> list[Ch
     waits = rows and ("async" not in scope.features or any(row.drafts for row in rows))
     if waits or to_compute < 1 or to_come >= scope.max_request_tokens:
         return []
-    domains = (
-        _counts(min(to_compute, scope.chunk)),
-        range(scope.headroom + 1),
-        scope.lookaheads,
-    )
-    found = [Choice("extend", request.id, partial(_extend, request.id), domains)]
+    most = min(to_compute, scope.chunk)
+    found = [_extension(request.id, most, scope.headroom, scope.lookaheads)]
     if "lookahead" in scope.features and to_compute == 1 and not rows:
         counts = range(1, scope.lookahead + 1)
         drafts = (counts, scope.samples, scope.lookaheads)
         found.append(Choice("draft", request.id, partial(_draft, request.id), drafts))
     return found
+
+
+@lru_cache(maxsize=4096)
+def _extension(request: int, most: int, headroom: int, lookaheads: Sequence[int]) -> Choice:
+    domains = (_counts(most), range(headroom + 1), lookaheads)
+    return Choice("extend", request, partial(_extend, request), domains)
 
 
 def _extend(request: int, new: int, headroom: int, lookahead: int) -> Action:
@@ -309,17 +311,25 @@ def _load_returns(state: State, request: Request) -> Choice:
 
 def _step_returns(state: State, scope: Scope) -> Choice:
     step = state.steps[0]
-    sampling = [row for row in step.rows if row.samples]
+    drafted = tuple([(row.request, len(row.drafts)) for row in step.rows if row.samples])
+    return _returns(step.id, drafted, scope.samples)
+
+
+@lru_cache(maxsize=4096)
+def _returns(
+    step: int, drafted: tuple[tuple[int, int], ...], samples: tuple[Symbol, ...]
+) -> Choice:
+    """For each (request, drafts) that samples: how many are accepted, and the token after them."""
     domains = [
-        [(a, symbol) for a in range(len(row.drafts) + 1) for symbol in scope.samples]
-        for row in sampling
+        [(accepted, symbol) for accepted in range(drafts + 1) for symbol in samples]
+        for _, drafts in drafted
     ]
 
     def build(*returned: tuple[int, Symbol]) -> Action:
         outputs = tuple(
-            Output(row.request, symbol, accepted)
-            for row, (accepted, symbol) in zip(sampling, returned, strict=True)
+            Output(request, symbol, accepted)
+            for (request, _), (accepted, symbol) in zip(drafted, returned, strict=True)
         )
-        return CompleteStep(step.id, outputs)
+        return CompleteStep(step, outputs)
 
     return Choice("complete step", 0, build, tuple(domains))

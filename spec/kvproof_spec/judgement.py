@@ -134,6 +134,10 @@ class Expected:
     def used_before(self) -> set[int]:
         return used_by_operations(self.before)
 
+    def used_among(self, blocks: set[int]) -> set[int]:
+        """Those of `blocks` that an unordered operation uses after the action."""
+        return used_by_operations(self.after) & blocks if blocks else set()
+
     @lazy
     def tables_before(self) -> Tables:
         """Of the request, or of the hit that it starts from."""
@@ -213,7 +217,7 @@ class ShownPool:
                 self.strange.update(block for block in come if not 0 < block < self.num_blocks)
         if counts != self.counts:
             self.counts = counts
-            self.referenced = len(counts[1:]) - counts[1:].count(0)
+            self.referenced = len(counts) - counts.count(0) - sum(map(bool, counts[:1]))
 
 
 def changed_ends(

@@ -82,6 +82,13 @@ def handed_out(before: Tables, after: Tables) -> list[tuple[int, int, int]]:
     ]
 
 
+def only_returned(old: Table, new: Table) -> bool:
+    """Are they the same but for entries that have become null?"""
+    if len(old) != len(new):
+        return False
+    return all(now in (NULL_BLOCK, was) for was, now in zip(old, new, strict=True))
+
+
 def read_page(pages: Pages, block: int, group: int, offset: int) -> Prefix | None:
     """What `group` finds in a cell; another group's write has destroyed the page."""
     page = pages.get(block)
