@@ -23,7 +23,7 @@ class FreeOrder:
         self._stack: list[int] = []  # the last one is next
         self._queue: list[int] = list(blocks)
         self._head = 0  # everything before it has been handed out
-        self._place = {block: index for index, block in enumerate(self._queue)}
+        self._place = dict(zip(self._queue, range(len(self._queue)), strict=True))
 
     def __len__(self) -> int:
         return len(self._stack) + len(self._place)
@@ -62,9 +62,10 @@ class FreeOrder:
         self._place = dict(zip(self._queue, range(len(self._queue)), strict=True))
 
     def as_tuple(self) -> tuple[int, ...]:
-        if len(self._queue) - self._head > len(self._place):
-            self._compact()
-        return (*reversed(self._stack), *self._queue[self._head :])
+        queue = self._queue[self._head :]
+        if len(queue) > len(self._place):
+            queue = list(self._place)  # in the same order, without the gaps
+        return (*reversed(self._stack), *queue)
 
     def clone(self) -> Self:
         twin = copy(self)
