@@ -2,7 +2,7 @@
 
 Releases differ in their signatures, not in the meaning of what is used here: an argument
 that a release does not know is left out if it is at its default, else unsupported.
-Observed on vLLM 0.14 to 0.32 (vllm/v1/core/kv_cache_manager.py).
+Observed on vLLM 0.23 to 0.33 (vllm/v1/core/kv_cache_manager.py).
 """
 
 from __future__ import annotations
