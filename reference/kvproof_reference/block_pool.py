@@ -22,6 +22,7 @@ class BlockPool:
     """
 
     __slots__ = (
+        "_counts",
         "_free",
         "_free_order",
         "_key_length",
@@ -39,6 +40,7 @@ class BlockPool:
         self._key_length: dict[int, int] = {}  # of the block's first key
         self._free = FreeOrder(normal_blocks(num_blocks))
         self._free_order: tuple[int, ...] | None = None  # None after every change
+        self._counts: tuple[int, ...] | None = None  # likewise
 
     def get_num_free_blocks(self) -> int:
         return len(self._free)
@@ -52,12 +54,18 @@ class BlockPool:
             self._free_order = self._free.as_tuple()
         return self._free_order
 
+    def counts(self) -> tuple[int, ...]:
+        """Reference counts by block id; the same object until one changes.  For observers."""
+        if self._counts is None:
+            self._counts = tuple(self.reference_counts)
+        return self._counts
+
     def get_new_blocks(self, num_blocks: int) -> list[int]:
         """Hand out the first free blocks, their keys forgotten."""
         free = self._free
         if num_blocks > len(free):
             raise ValueError(f"{num_blocks} blocks wanted, {len(free)} are free")
-        self._free_order = None
+        self._free_order = self._counts = None
         blocks = [free.pop() for _ in range(num_blocks)]
         self.evict(blocks)
         for block in blocks:
@@ -67,6 +75,7 @@ class BlockPool:
     def touch(self, blocks: Iterable[int]) -> None:
         """One more reference to each block; free ones leave the free order."""
         counts = self.reference_counts
+        self._counts = None
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -91,7 +100,7 @@ class BlockPool:
             counts[block] -= 1
             if counts[block] == 0:
                 (hashed if block in keys else unhashed).append(block)
-        self._free_order = None
+        self._free_order = self._counts = None
         free = self._free
         for block in reversed(unhashed):
             free.prepend(block)

@@ -215,7 +215,7 @@ class ShownPool:
             self.strange.difference_update(gone)
             if come and not 0 < min(come) <= max(come) < self.num_blocks:
                 self.strange.update(block for block in come if not 0 < block < self.num_blocks)
-        if counts != self.counts:
+        if counts is not self.counts and counts != self.counts:
             self.counts = counts
             self.referenced = len(counts) - counts.count(0) - sum(map(bool, counts[:1]))
 

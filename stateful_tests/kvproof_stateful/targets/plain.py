@@ -141,7 +141,7 @@ class PlainTarget(DrivenTarget):
         return Snapshot(
             free_order=pool.free_order(),
             free_blocks=pool.get_num_free_blocks(),
-            reference_counts=tuple(pool.reference_counts),
+            reference_counts=pool.counts(),
             tables=tuple((request, self.tables(request)) for request in self.requests),
             keys=tuple(sorted((key[0], tuple(copies)) for key, copies in pool.index.items())),
         )
