@@ -133,7 +133,7 @@ class Allocate:
     def _check_tokens(self, state: State, request: Request) -> None:
         ends, rows = self.segments(state), rows_in_flight(state, request)
         certain = ends.target - len(self.drafts)
-        to_come = request.known + outstanding_tokens(state, request)
+        to_come = request.known + sum([row.samples for row in rows])
         require(ends.total < to_come + self.unordered, "nothing to compute")
         require(certain <= to_come, "more tokens than will be known")
         require(not any(row.drafts for row in rows), "drafts in flight are not yet resolved")

@@ -53,7 +53,7 @@ def blocks_between(state: State, tables: Tables, first: int, end: int) -> set[in
 
 def tokens_in_flight(state: State, request: Request) -> int:
     """Tokens of the request's present admission whose steps have not returned."""
-    return sum(row.tokens for row in rows_in_flight(state, request))
+    return sum([row.tokens for row in rows_in_flight(state, request)])
 
 
 def rows_in_flight(state: State, request: Request) -> list[Row]:
@@ -84,7 +84,7 @@ def processed_tokens(state: State, request: Request) -> int:
 
 def outstanding_tokens(state: State, request: Request) -> int:
     """Tokens being sampled by steps in flight of the present admission."""
-    return sum(row.samples for row in rows_in_flight(state, request))
+    return sum([row.samples for row in rows_in_flight(state, request)])
 
 
 def unissued_cells(state: State, request: Request) -> list[Cell]:

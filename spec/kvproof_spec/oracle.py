@@ -70,6 +70,10 @@ ALLOWED_ANSWERS: dict[type[Action], tuple[type[Answer], ...]] = {
 Counted = tuple[str, Evidence]  # (rule, evidence), as `Oracle.evaluated` counts them
 
 
+NO_EVIDENCE = frozenset((Done, Forgotten))
+"""Answers that show nothing to judge by."""
+
+
 class NonsenseAnswer(Exception):
     """An answer that is none: of the wrong kind or shape, or contradicting itself."""
 
@@ -155,6 +159,9 @@ class Oracle:
         action.check(before)
         predicted = self.policy.predict(before, action) if self.policy else None
         after = action.apply(before, answer)
+        if snapshot is None and self.policy is None and type(answer) in NO_EVIDENCE:
+            self.state = after
+            return
         expected = Expected(before, action, after)
         if snapshot is not None:
             self._pool.show(snapshot)
