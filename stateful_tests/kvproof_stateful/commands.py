@@ -133,10 +133,11 @@ def ladder(made: Campaign, hello: Hello, options: argparse.Namespace) -> int:
     rungs = [frozenset(base), frozenset(base | {"sliding"} & hello.features)]
     for feature in order:
         rungs.append(rungs[-1] | {feature})
+    rungs = list(dict.fromkeys(rungs))
     share = replace_budget(made.budget, len(rungs))
     code = EXIT_CLEAN
     reports: list[dict[str, Any]] = []
-    for rung in dict.fromkeys(rungs):
+    for rung in rungs:
         made.asked = replace(made.asked, features=rung)
         made.budget = share
         code = perform(made, options)
@@ -144,8 +145,8 @@ def ladder(made: Campaign, hello: Hello, options: argparse.Namespace) -> int:
         reports.append({"features": sorted(rung), "added": added, **made.to_json()})
         if not options.json:
             reporting.print_rung(made, added)
-        if code == EXIT_FAILED and not made.result.failure:
-            code = EXIT_CLEAN  # a rung without the feature that a rule needs
+        if code == EXIT_FAILED and not made.result.failure and rung != rungs[-1]:
+            code = EXIT_CLEAN  # a higher rung has the feature that the rule needs
         if code != EXIT_CLEAN:
             break
     if options.json:

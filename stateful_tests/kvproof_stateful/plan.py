@@ -74,7 +74,6 @@ class Asked:
     groups: tuple[Group, ...] | None = None
     num_blocks: int | None = None
     features: frozenset[str] | None = None
-    excluded: frozenset[str] = frozenset()
     strict: bool = False
 
 
@@ -131,7 +130,7 @@ def draw_features(
     kinds = frozenset(group.kind for group in groups)
     if asked.features is not None:
         return (asked.features - {"full", "sliding"}) | kinds
-    optional = sorted(hello.features - {"full", "sliding"} - asked.excluded)
+    optional = sorted(hello.features - {"full", "sliding"})
     chance = {"uncached": 0.3, "worker": 0.9}
     drawn = {feature for feature in optional if rng.random() < chance.get(feature, 0.75)}
     always = {"preempt", "worker"} if hello.observed else set()  # its scheduler's own doing

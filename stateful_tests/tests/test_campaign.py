@@ -372,7 +372,6 @@ ASKED = {
     "unequal blocks": (PLAIN, Asked(groups=(Group("full", 4), Group("sliding", 8, 5)))),
     "two blocks": (PLAIN, Asked(num_blocks=2)),
     "strict": (PLAIN, Asked(strict=True)),
-    "without async": (PLAIN, Asked(excluded=frozenset({"async", "uncached"}))),
 }
 
 
@@ -385,7 +384,6 @@ def test_every_scope_that_is_drawn_is_possible(name: str) -> None:
         kinds = {group.kind for group in config.groups}
         assert scope.features <= hello.features | kinds
         assert kinds == scope.features & {"full", "sliding"}
-        assert not scope.features & asked.excluded
         assert config.num_blocks >= 2
         assert config.caching == ("uncached" not in scope.features)
         assert (config.ordering == "strict") == asked.strict
