@@ -28,7 +28,7 @@ from kvproof_spec.derived import (
     unissued_cells,
 )
 from kvproof_spec.pages import Pages, PageWriter, Tables, cells, handed_out
-from kvproof_spec.prefix import Symbol, extend_content
+from kvproof_spec.prefix import Symbol, content_of, extend_content
 from kvproof_spec.state import ActionDisabled, PendingHit, Request, Row, State, Status, Step
 
 Reason = Literal["finish", "abort", "preempt"]
@@ -58,7 +58,7 @@ class Submit:
         require(len(self.symbols) < state.config.max_model_len, "the prompt is too long")
 
     def apply(self, state: State, answer: Answer) -> State:
-        content = extend_content((), self.symbols, state.root)
+        content = content_of(state.root, self.symbols)
         request = Request(self.request, content, len(content), tables=state.config.no_tables)
         requests = (*state.requests, request)
         return state._replace(requests=requests, submitted=state.submitted + 1, hit=None)

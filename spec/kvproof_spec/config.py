@@ -2,20 +2,29 @@
 
 A group is the layers that share one block table.
 
-The five kinds of the article differ in three questions: how many blocks n tokens
-want, which positions a step reads, and from which position on a request that has
-processed n tokens still needs its cells.  State groups, chunked local and cross
-attention join `Kind` with their own rows of the table.
+| kind | a step over start..end reads | it writes | a request with n tokens needs |
+|---|---|---|---|
+| full | 0..end-1 | start..end-1 | everything |
+| sliding, window w | from max(0, start-w+1) | start..end-1 | from max(0, n-w+1) |
+| chunked, chunk c | from c*floor(start/c) | start..end-1 | from c*floor(n/c) |
+| state | the state after start-1 | the state after end-1 | the state after n-1 |
+| cross | all encoder tokens | them, once | all encoder tokens |
+
+A state (Mamba and its like, vLLM's "align" mode) fills a page alone.  The block of a
+position holds the state after it: a step reads the block of start-1 and writes that of
+end-1, first all reads of a step, then all writes.  So a state stays behind only where a
+step ended on a block's last token, or where a partial boundary was copied away; blocks
+that a step has passed over are null.  Cross attention takes no part in prefix reuse.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
+from math import gcd, lcm
 from typing import Literal
 
-Kind = Literal["full", "sliding"]
-KINDS: tuple[Kind, ...] = ("full", "sliding")
+Kind = Literal["full", "sliding", "chunked", "state", "cross"]
+KINDS: tuple[Kind, ...] = ("full", "sliding", "chunked", "state", "cross")
 Ordering = Literal["stream", "strict"]
 
 
@@ -32,19 +41,32 @@ def ceil_div(tokens: int, block_size: int) -> int:
 class Group:
     """One cache group.
 
-    `block_size` is in tokens.  `window` is the sliding window in tokens, counting
-    the reading position itself (vLLM's `sliding_window`); 0 for full attention.
+    `block_size` is in tokens.  `window` is the sliding window in tokens, counting the
+    reading position itself (vLLM's `sliding_window`), or the chunk of chunked local
+    attention; 0 for the other kinds.  The cells of a `drafter` also depend on the token
+    that follows.
     """
 
     kind: Kind
     block_size: int
     window: int = 0
+    drafter: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise ValueError(f"a block of {self.block_size} tokens")
-        if (self.kind == "sliding") != (self.window > 0):
+        if (self.kind in ("sliding", "chunked")) != (self.window > 0):
             raise ValueError(f"a {self.kind} group with a window of {self.window} tokens")
+
+    @property
+    def reused(self) -> bool:
+        """Does it take part in prefix reuse?"""
+        return self.kind != "cross"
+
+    @property
+    def cells(self) -> int:
+        """Cells of a page: one for each token, or one state."""
+        return 1 if self.kind == "state" else self.block_size
 
     def blocks_for(self, tokens: int) -> int:
         """Table entries that `tokens` tokens span, nulls included."""
@@ -55,20 +77,37 @@ class Group:
 
         >>> Group("sliding", 4, 8).first_needed(10)
         3
+        >>> Group("chunked", 4, 8).first_needed(10)
+        8
         """
-        if self.kind == "sliding":
-            return max(0, processed - self.window + 1)
-        return 0
+        match self.kind:
+            case "sliding":
+                return max(0, processed - self.window + 1)
+            case "chunked":
+                return processed - processed % self.window
+            case "state":
+                return max(0, processed - 1)
+            case _:
+                return 0
 
     def first_needed_block(self, processed: int) -> int:
         """Table entries left of this one are never read again."""
         return self.first_needed(processed) // self.block_size
 
+    def read(self, start: int, end: int) -> range:
+        """Positions that a step over `start` to `end - 1` reads, or (`end` = `start`) a hit."""
+        return range(self.first_needed(start), start if self.kind == "state" else end)
+
+    def written(self, first: int, end: int) -> range:
+        """Positions that computing `first` to `end - 1` leaves something at."""
+        return range(max(first, end - 1) if self.kind == "state" else first, end)
+
     def most_blocks(self, in_flight: int, max_model_len: int) -> int:
         """Blocks that a request can need at once with `in_flight` tokens in steps."""
-        if self.kind == "sliding":
-            most = min(self.window - 1 + in_flight, max_model_len)
-            return ceil_div(most, self.block_size) + 1
+        if self.kind in ("sliding", "chunked"):
+            before = self.window - (self.kind == "sliding")
+            most = min(before + in_flight, max_model_len)
+            return ceil_div(most, self.block_size) + (self.kind == "sliding")
         return self.blocks_for(max_model_len)
 
 
@@ -98,7 +137,9 @@ class Config:
     in tokens.  `defers_returns`: blocks of a request that leaves while its steps are in
     flight come back when the last of those steps has.  `ordering` says whether steps
     are ordered among themselves (`stream`) or not (`strict`).  `worker`: rows are sent to a
-    worker, and shown.  With `scheduling` the target runs its own scheduler.
+    worker, and shown.  With `scheduling` the target runs its own scheduler.  Hits may end
+    inside blocks, at multiples of `partial_boundary` tokens, if there is one.  `clears`:
+    the worker zeroes every page that is handed out, with the next step.
     """
 
     groups: tuple[Group, ...]
@@ -110,17 +151,39 @@ class Config:
     ordering: Ordering = "stream"
     worker: bool = True
     scheduling: Scheduling | None = None
+    partial_boundary: int | None = None
+    clears: bool = False
 
     def __post_init__(self) -> None:
         if not self.groups:
             raise ValueError("no cache group")
         if self.num_blocks < 2:
             raise ValueError(f"{self.num_blocks} blocks: one besides the null block is the least")
+        if self.caching and not all(group.reused for group in self.groups):
+            raise ValueError("cross attention needs prefix caching off")
+        unit = self.partial_boundary
+        if unit is not None and any(unit < 1 or g.block_size % unit for g in self.groups):
+            raise ValueError(f"a partial boundary of {unit} tokens does not divide every block")
+
+    @property
+    def reused(self) -> tuple[Group, ...]:
+        """The groups that take part in prefix reuse."""
+        return tuple(group for group in self.groups if group.reused)
+
+    @property
+    def common_block(self) -> int:
+        """Tokens between two positions at which the blocks of all reused groups end."""
+        return lcm(*(group.block_size for group in self.reused))
 
     @property
     def boundary(self) -> int:
         """Tokens between two boundaries at which a hit may end."""
-        return lcm(*(group.block_size for group in self.groups))
+        return self.partial_boundary or self.common_block
+
+    @property
+    def hash_block(self) -> int:
+        """Tokens of the pieces by which an index names prefixes."""
+        return self.partial_boundary or gcd(*(group.block_size for group in self.groups))
 
     @property
     def no_tables(self) -> tuple[tuple[int, ...], ...]:

@@ -2,11 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
 Symbol = int
-"""What determines one position: its token id.  LoRA name and version, multimodal item,
-prompt embedding and cache salt join it as further fields of one symbol."""
+"""The token id that a position is given; what else decides its content is in `Inputs`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A multimodal item (an image, say) in the place of `tokens` tokens from `first` on."""
+
+    id: str
+    first: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What decides the content of a request's cells beside its token ids.
+
+    `lora` is the adapter's name; a name loaded again with other weights has another
+    `lora_version`.  `salt` sets a tenant's cache apart.  `embeds` are (position,
+    embedding) where a prompt embedding takes the place of the token's own.
+    """
+
+    lora: str | None = None
+    lora_version: int = 0
+    salt: str | None = None
+    items: tuple[Item, ...] = ()
+    embeds: tuple[tuple[int, int], ...] = ()
+
+    def at(self, position: int, token: Symbol) -> Hashable:
+        """What decides the content of one position, given what is before it.
+
+        >>> Inputs(items=(Item("cat", 2, 3),)).at(3, 7)
+        (7, 'cat', 1, None)
+        """
+        embedding = dict(self.embeds).get(position)
+        for item in self.items:
+            if item.first <= position < item.first + item.tokens:
+                return token, item.id, position - item.first, embedding
+        return token if embedding is None else (token, None, 0, embedding)
+
+    def root(self, root: Prefix) -> Prefix:
+        """What the request's content starts from: adapter and salt decide every position."""
+        if self.lora is None and self.salt is None:
+            return root
+        return root.context((self.lora, self.lora_version, self.salt))
+
+
+TOKENS_ONLY = Inputs()
 
 
 class Prefix:
@@ -24,25 +70,32 @@ class Prefix:
 
     __slots__ = ("_children", "length", "parent", "symbol")
 
-    def __init__(self, parent: Prefix | None, symbol: Symbol, length: int) -> None:
+    def __init__(self, parent: Prefix | None, symbol: Hashable, length: int) -> None:
         self.parent = parent
         self.symbol = symbol
         self.length = length  # tokens
-        self._children: dict[Symbol, Prefix] = {}
+        self._children: dict[Hashable, Prefix] = {}
 
     @classmethod
     def root(cls) -> Prefix:
         """The empty prefix of a new trie; nodes of different tries are never equal."""
         return cls(None, 0, 0)
 
-    def extend(self, symbol: Symbol) -> Prefix:
+    def extend(self, symbol: Hashable) -> Prefix:
         """The prefix one symbol longer."""
         child = self._children.get(symbol)
         if child is None:
             child = self._children[symbol] = Prefix(self, symbol, self.length + 1)
         return child
 
-    def symbols(self) -> tuple[Symbol, ...]:
+    def context(self, name: Hashable) -> Prefix:
+        """Another empty prefix, whose extensions are equal to nobody else's."""
+        child = self._children.get(name)
+        if child is None:
+            child = self._children[name] = Prefix(self, name, self.length)
+        return child
+
+    def symbols(self) -> tuple[Hashable, ...]:
         """The symbols from the first position to this one."""
         backwards = []
         node = self
@@ -55,14 +108,21 @@ class Prefix:
         return f"<{' '.join(map(str, self.symbols()))}>"
 
 
-def extend_content(
-    content: tuple[Prefix, ...], symbols: Iterable[Symbol], root: Prefix | None = None
-) -> tuple[Prefix, ...]:
-    """`content` (indexed by position) with `symbols` appended; `root` if there is none yet."""
+def extend_content(content: tuple[Prefix, ...], symbols: Iterable[Hashable]) -> tuple[Prefix, ...]:
+    """`content` (indexed by position, not empty) with `symbols` appended."""
     nodes = list(content)
-    last = nodes[-1] if nodes else root
     for symbol in symbols:
-        assert last is not None, "content without a first prefix needs a root"
-        last = last.extend(symbol)
+        nodes.append(nodes[-1].extend(symbol))
+    return tuple(nodes)
+
+
+def content_of(
+    root: Prefix, tokens: Sequence[Symbol], inputs: Inputs = TOKENS_ONLY
+) -> tuple[Prefix, ...]:
+    """The content at each position of a prompt."""
+    last, nodes = inputs.root(root), []
+    plain = not inputs.items and not inputs.embeds
+    for position, token in enumerate(tokens):
+        last = last.extend(token if plain else inputs.at(position, token))
         nodes.append(last)
     return tuple(nodes)

@@ -48,7 +48,7 @@ from kvproof_spec.judgement import Violation
 from kvproof_spec.oracle import Oracle
 from kvproof_spec.pages import PageWriter, cells, needed_cells, read_page
 from kvproof_spec.policies import POLICIES
-from kvproof_spec.prefix import Prefix, extend_content
+from kvproof_spec.prefix import Prefix, content_of, extend_content
 from kvproof_spec.state import ActionDisabled, State, initial_state
 
 FULL = Config((Group("full", 2),), num_blocks=6)
@@ -115,10 +115,10 @@ def test_prefixes_of_two_tries_are_never_equal() -> None:
 
 def test_content_is_the_prefix_at_each_position() -> None:
     root = Prefix.root()
-    content = extend_content((), (1, 2, 1), root)
+    content = content_of(root, (1, 2, 1))
     assert [node.symbols() for node in content] == [(1,), (1, 2), (1, 2, 1)]
     assert extend_content(content[:1], (2, 1)) == content
-    assert extend_content((), (), root) == ()
+    assert content_of(root, ()) == ()
 
 
 def test_requests_of_one_run_share_their_prefixes() -> None:
@@ -133,7 +133,7 @@ def test_requests_of_one_run_share_their_prefixes() -> None:
 
 def test_another_groups_write_destroys_the_page() -> None:
     groups, empty = BOTH.groups, initial_state(BOTH).memory
-    one, two = extend_content((), (1, 2), Prefix.root())
+    one, two = content_of(Prefix.root(), (1, 2))
     first = PageWriter(groups, empty)
     first.write(3, 0, 0, one)
     first.write(3, 0, 1, two)
@@ -147,7 +147,7 @@ def test_another_groups_write_destroys_the_page() -> None:
 
 
 def test_a_group_finds_nothing_of_its_own_when_it_writes_after_another() -> None:
-    (one,) = extend_content((), (1,), Prefix.root())
+    (one,) = content_of(Prefix.root(), (1,))
     writer = PageWriter(BOTH.groups, initial_state(BOTH).memory)
     for group, offset in ((0, 0), (1, 0), (0, 1)):
         writer.write(3, group, offset, one)
@@ -156,7 +156,7 @@ def test_a_group_finds_nothing_of_its_own_when_it_writes_after_another() -> None
 
 
 def test_what_is_written_in_two_transitions_stands_side_by_side() -> None:
-    (one,) = extend_content((), (1,), Prefix.root())
+    (one,) = content_of(Prefix.root(), (1,))
     pages = initial_state(FULL).memory
     for offset in (0, 1):
         writer = PageWriter(FULL.groups, pages)
@@ -166,7 +166,7 @@ def test_what_is_written_in_two_transitions_stands_side_by_side() -> None:
 
 
 def test_a_cleared_page_is_empty_until_it_is_written() -> None:
-    (one,) = extend_content((), (1,), Prefix.root())
+    (one,) = content_of(Prefix.root(), (1,))
     writer = PageWriter(FULL.groups, initial_state(FULL).memory)
     writer.write(3, 0, 0, one)
     writer.clear(3)
@@ -176,7 +176,7 @@ def test_a_cleared_page_is_empty_until_it_is_written() -> None:
 
 
 def test_pages_that_hold_the_same_are_equal_and_hash_alike() -> None:
-    (one,) = extend_content((), (1,), Prefix.root())
+    (one,) = content_of(Prefix.root(), (1,))
     empty = initial_state(FULL).memory
     made = []
     for blocks in ((1, 2), (2, 1)):

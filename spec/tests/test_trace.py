@@ -273,8 +273,8 @@ DAMAGED = {
         in_line(1, "Header: "),
     ),
     "a group of an unknown kind": (
-        HEAD.replace("full", "chunked"),
-        in_line(1, "Header.config: Config.groups: Group.kind: one of ('full', 'sliding')"),
+        HEAD.replace("full", "linear"),
+        in_line(1, "Header.config: Config.groups: Group.kind: one of ('full', 'sliding', "),
     ),
     "a line that is no JSON": (HEAD + "{nonsense\n", in_line(2, "not a JSON object")),
     "an empty line": (HEAD + "\n" + GOOD, in_line(2, "not a JSON object")),
