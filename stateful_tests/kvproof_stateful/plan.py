@@ -275,7 +275,7 @@ def with_scheduling(rng: Random, config: Config, features: frozenset[str]) -> Co
     return replace(
         config,
         scheduling=scheduling,
-        defers_returns=asynchronous and rng.random() < 0.2,
+        defers_returns=config.ordering == "strict" or (asynchronous and rng.random() < 0.2),
     )
 
 
