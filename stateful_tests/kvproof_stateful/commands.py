@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvproof_spec.choices import FEATURES
+from kvproof_spec.config import KINDS
 from kvproof_spec.policies import UnknownToPolicy
 from kvproof_spec.state import ActionDisabled
 from kvproof_spec.trace import DamagedTrace, Trace, read_trace
@@ -38,7 +39,7 @@ from kvproof_stateful.loading import (
     installed_targets,
     load_target,
 )
-from kvproof_stateful.plan import Asked, ImpossibleConfig, parse_groups
+from kvproof_stateful.plan import Asked, ImpossibleConfig, layout_of, parse_groups
 from kvproof_stateful.running import (
     TARGET_FAILED,
     Judging,
@@ -180,13 +181,13 @@ def asked_of(options: argparse.Namespace, hello: Hello) -> Asked:
             raise ImpossibleConfig(f"target {hello.name} does not declare {', '.join(missing)}")
     if groups:
         kinds = frozenset[str](group.kind for group in groups)
-        named = (features or frozenset()) & {"full", "sliding"}
+        named = (features or frozenset()) & frozenset(KINDS)
         if named and named != kinds:
             raise ImpossibleConfig(
                 f"--groups has {', '.join(sorted(kinds))} groups, --features names "
                 f"{', '.join(sorted(named))}"
             )
-        missing = sorted(kinds - hello.features)
+        missing = sorted(layout_of(groups) - hello.features)
         if missing:
             raise ImpossibleConfig(f"target {hello.name} has no {', '.join(missing)} groups")
     if options.blocks is not None and options.blocks < 2:

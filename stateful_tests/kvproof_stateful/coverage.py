@@ -63,7 +63,9 @@ class Coverage:
     total_refused: Counter[str] = field(default_factory=Counter)
     goals: Counter[str] = field(default_factory=Counter)
     evaluated: Counter[tuple[str, str]] = field(default_factory=Counter)  # (rule, evidence)
+    with_feature: Counter[str] = field(default_factory=Counter)  # runs
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)  # runs by two features
+    qualities: Counter[tuple[str, bool]] = field(default_factory=Counter)  # (id, it held)
     skipped: Counter[str] = field(default_factory=Counter)  # by reason
     known: Counter[str] = field(default_factory=Counter)  # expected violations, by rule
 
@@ -80,11 +82,19 @@ class Coverage:
 
     def begin(self, features: Iterable[str]) -> None:
         """A run with these features, sorted, begins."""
+        names = list(features)
         self.runs += 1
-        self.pairs.update(combinations(features, 2))
+        self.with_feature.update(names)
+        self.pairs.update(combinations(names, 2))
 
-    def evaluate(self, evaluated: dict[Any, int]) -> None:
+    def evaluate(self, evaluated: dict[Any, int], qualities: dict[tuple[str, bool], int]) -> None:
         self.evaluated.update(evaluated)
+        self.qualities.update(qualities)
+
+    def quality(self, identifier: str) -> tuple[int, int]:
+        """How often it held, of how often it was judged."""
+        held = self.qualities[identifier, True]
+        return held, held + self.qualities[identifier, False]
 
     def merge(self, other: Coverage) -> None:
         self.runs += other.runs
@@ -119,6 +129,11 @@ class Coverage:
                 rule: {e: count for (r, e), count in sorted(self.evaluated.items()) if r == rule}
                 for rule in sorted({rule for rule, _ in self.evaluated})
             },
+            "qualities": {
+                identifier: dict(zip(("held", "judged"), self.quality(identifier), strict=True))
+                for identifier in sorted({identifier for identifier, _ in self.qualities})
+            },
+            "runs_by_feature": dict(sorted(self.with_feature.items())),
             "runs_by_pair": {
                 f"{one} {other}": runs for (one, other), runs in sorted(self.pairs.items())
             },

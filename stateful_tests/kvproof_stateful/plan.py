@@ -110,6 +110,8 @@ def draw_scope(rng: Random, hello: Hello, asked: Asked) -> Scope:
     """A scope within what the target declares and the campaign asks for."""
     groups = asked.groups or rng.choice(possible_groups(hello, asked))
     features = draw_features(rng, hello, asked, groups)
+    if asked.strict:
+        features -= {"partial"}  # a copy's ends are given back when its step is issued
     unit = max(group.block_size for group in groups)
     max_requests = rng.randint(2, 5) if not hello.observed else rng.randint(4, 9)
     prompts = draw_prompts(rng, unit)
@@ -285,6 +287,7 @@ def with_scheduling(rng: Random, config: Config, features: frozenset[str]) -> Co
         whole_sequence_check=rng.random() < 0.1,
         stop_token=rng.choice((None, SAMPLES[0])),
         patience=PATIENCE,
+        connector=bool({"external", "store"} & features),
     )
     # An unordered load must get no block that a step in flight still writes.
     deferred = config.ordering == "strict" or {"async", "external"} <= features
