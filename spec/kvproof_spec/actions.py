@@ -245,12 +245,11 @@ class Allocate:
         """The pages handed out that a step must find zeroed: not those that a load fills."""
         if not state.config.clears:
             return ()
-        handed = {block for _, _, block in fresh}
-        kept = tuple(block for block in state.uncleared if block not in handed)
         loaded, groups = ends.total if self.external else 0, state.config.groups
-        filled = [copy.destination for copy in answer.copies]
-        zeroed = [b for group, i, b in fresh if groups[group].is_cleared(i, loaded)]
-        return kept if self.unordered else (*kept, *(b for b in zeroed if b not in filled))
+        kept = set(state.uncleared).difference(block for _, _, block in fresh)
+        zeroed = {block for group, i, block in fresh if groups[group].is_cleared(i, loaded)}
+        new = zeroed.difference(copy.destination for copy in answer.copies)
+        return tuple(sorted(kept if self.unordered else kept | new))
 
 
 def _continued(
