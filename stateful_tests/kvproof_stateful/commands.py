@@ -243,16 +243,20 @@ def command_line(options: argparse.Namespace) -> str:
 def replay(options: argparse.Namespace) -> int:
     with usage_errors():
         require_timeout(options)
-        try:
-            trace = read_trace(Path(options.trace))
-        except OSError as error:
-            raise UsageError(f"{options.trace}: {error.strerror}") from error
+        trace = trace_in(options.trace)
         without = options.without if options.without is not None else trace.header.without
         judging = judging_of(options.level or trace.header.level, list(without))
         if options.target is None:
             return replay_answers(trace, judging, options)
         target, hello = load_target(options.target)
         return replay_on_target(trace, target, hello, judging, options)
+
+
+def trace_in(name: str) -> Trace:
+    try:
+        return read_trace(Path(name))
+    except OSError as error:
+        raise UsageError(f"{name}: {error.strerror}") from error
 
 
 def replay_answers(trace: Trace, judging: Judging, options: argparse.Namespace) -> int:
@@ -283,6 +287,25 @@ def replay_on_target(
     verdict = run.lines[-1].verdict if run.lines else None
     reporting.print_replay(trace, tuple(run.lines), verdict, name, options.json)
     return exit_code_of(verdict.rule if verdict else None)
+
+
+def show(options: argparse.Namespace) -> int:
+    from kvproof_stateful import showing
+
+    with usage_errors():
+        trace = trace_in(options.trace)
+    end = len(trace.lines) - 1
+    if end < 0:
+        raise UsageError(f"{options.trace}: a header without lines, there is nothing to show")
+    first = options.first if options.first is not None else 0
+    last = options.last if options.last is not None else end
+    if not 0 <= first <= last <= end:
+        raise UsageError(f"no lines {first} to {last}: {options.trace} has lines 0 to {end}")
+    if options.json:
+        print(json.dumps(showing.to_json(trace, first, last), indent=2))
+    else:
+        showing.print_trace(trace, options.trace, first, last, plain=options.no_color)
+    return EXIT_CLEAN
 
 
 def exit_code_of(rule: str | None) -> int:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -23,6 +24,8 @@ from kvproof_stateful.steps import step_lines
 from kvproof_stateful.target import Hello
 
 HEARTBEAT_SECONDS = 5.0
+WIDE = 152
+"""Columns of a report where there is no terminal."""
 
 
 @contextmanager
@@ -72,9 +75,11 @@ def _counts(result: Result, seconds: float) -> str:
 class ReportConsole(Console):
     """Stdout as wide as the terminal, or as the widest table where there is none."""
 
-    def __init__(self) -> None:
-        width = None if sys.stdout.isatty() else 152
-        super().__init__(width=width, highlight=False, markup=False)
+    def __init__(self, width: int | None = None, *, plain: bool = False) -> None:
+        if width is None and not sys.stdout.isatty():
+            width = WIDE
+        colors: Literal["auto"] | None = None if plain else "auto"
+        super().__init__(width=width, color_system=colors, highlight=False, markup=False)
 
     def on_broken_pipe(self) -> None:
         """Leave it to the command line: rich would exit with 1, which says violation."""

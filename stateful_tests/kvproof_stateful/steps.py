@@ -5,7 +5,7 @@ step=7 req=R1 hit_tokens=8 scheduled=1 owned=[[4, 9, 2]] new=[[2]] free=3 ref(hi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvproof_spec.actions import (
     Allocate,
@@ -36,23 +36,29 @@ from kvproof_spec.state import ActionDisabled, State
 from kvproof_spec.trace import Line
 
 
-def step_lines(config: Config, lines: Sequence[Line]) -> Iterator[str]:
-    """One text a line of the trace, following the answers as they are."""
+def followed(config: Config, lines: Iterable[Line]) -> Iterator[tuple[Line, State, State]]:
+    """Each line with the states before and after it; what cannot be followed changes nothing."""
     oracle = Oracle(config, rules=())
-    for number, line in enumerate(lines):
+    for line in lines:
         before = oracle.state
         try:
             if line.answer is not None:
                 oracle.step(line.action, line.answer)
         except (ActionDisabled, NonsenseAnswer, Violation):
             pass
+        yield line, before, oracle.state
+
+
+def step_lines(config: Config, lines: Sequence[Line]) -> Iterator[str]:
+    """One text a line of the trace, following the answers as they are."""
+    for number, (line, before, after) in enumerate(followed(config, lines)):
         request = getattr(line.action, "request", None)
         words = [f"step={before.issued}", *([] if request is None else [f"req=R{request}"])]
         try:
-            came_of_it = answered(oracle.state, line.answer)
+            came_of_it = answered(after, line.answer)
         except (AttributeError, IndexError, TypeError):  # an answer that is none
             came_of_it = f"{line.answer!r:.100}"
-        free = oracle.state.config.num_blocks - 1 - len(references(oracle.state))
+        free = config.num_blocks - 1 - len(references(after))
         words += [asked(line), *([came_of_it] if came_of_it else []), f"free={free}"]
         yield f"{number:3}  {' '.join(words)}"
 
