@@ -38,7 +38,7 @@ from kvproof_stateful.loading import (
     installed_targets,
     load_target,
 )
-from kvproof_stateful.plan import Asked, ImpossibleConfig, parse_groups
+from kvproof_stateful.plan import Asked, ImpossibleConfig, ask
 from kvproof_stateful.running import (
     TARGET_FAILED,
     Judging,
@@ -177,35 +177,11 @@ def judging_of(level: str, without: list[str]) -> Judging:
 
 
 def asked_of(options: argparse.Namespace, hello: Hello) -> Asked:
-    groups = parse_groups(options.groups) if options.groups else None
-    features = None
-    if options.features:
-        features = frozenset(part.strip() for part in options.features.split(","))
-        unknown = sorted(features - FEATURES.keys())
-        if unknown:
-            raise ImpossibleConfig(
-                f"no feature {', '.join(unknown)}; there are: {', '.join(FEATURES)}"
-            )
-        missing = sorted(features - hello.features)
-        if missing:
-            raise ImpossibleConfig(f"target {hello.name} does not declare {', '.join(missing)}")
-    if groups:
-        kinds = frozenset[str](group.kind for group in groups)
-        named = (features or frozenset()) & {"full", "sliding"}
-        if named and named != kinds:
-            raise ImpossibleConfig(
-                f"--groups has {', '.join(sorted(kinds))} groups, --features names "
-                f"{', '.join(sorted(named))}"
-            )
-        missing = sorted(kinds - hello.features)
-        if missing:
-            raise ImpossibleConfig(f"target {hello.name} has no {', '.join(missing)} groups")
-    if options.blocks is not None and options.blocks < 2:
-        raise ImpossibleConfig("--blocks counts the null block: 2 is the least")
+    asked = ask(hello, options.groups, options.features, options.blocks)
     strict = options.ordering == "strict"
     if strict and hello.name.startswith("vllm"):
         raise ImpossibleConfig("ordering strict is never a verdict on an engine: use target plain")
-    return Asked(groups=groups, num_blocks=options.blocks, features=features, strict=strict)
+    return replace(asked, strict=strict)
 
 
 def budget_of(options: argparse.Namespace) -> Budget:

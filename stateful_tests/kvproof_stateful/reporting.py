@@ -20,7 +20,7 @@ from kvproof_spec.judgement import EVIDENCE
 from kvproof_spec.trace import Line, Trace, Verdict
 from kvproof_stateful.campaign import Campaign, Found, Result
 from kvproof_stateful.coverage import GOALS, Coverage
-from kvproof_stateful.steps import step_lines
+from kvproof_stateful.steps import step_lines, told_rule
 from kvproof_stateful.target import Hello
 
 HEARTBEAT_SECONDS = 5.0
@@ -109,8 +109,8 @@ def print_report(campaign: Campaign, *, as_json: bool) -> None:
 def print_violation(console: Console, campaign: Campaign, found: Found) -> None:
     verdict = found.trace.verdict
     assert verdict is not None
-    console.print(f"{found.rule}: {sentence_of(found.rule)}")
-    console.print(f"  witness: {verdict.witness}")
+    for line in told_rule(verdict):
+        console.print(line)
     if verdict.also:
         console.print(f"  also broken: {', '.join(verdict.also)}")
     console.print(
@@ -126,13 +126,6 @@ def print_violation(console: Console, campaign: Campaign, found: Found) -> None:
     if again:
         console.print(f"  {again} more runs broke it too")
     console.print()
-
-
-def sentence_of(rule_id: str) -> str:
-    for rule in RULES:
-        if rule.id == rule_id:
-            return rule.sentence
-    return "what was asked of the target has failed, or differs from the policy"
 
 
 def action_table(coverage: Coverage) -> Table:
@@ -238,7 +231,7 @@ def print_replay(
     for text in step_lines(trace.header.config, lines):
         print(text)
     if verdict is not None and verdict.rule is not None:
-        print(f"{verdict.rule}: {sentence_of(verdict.rule)}\n  witness: {verdict.witness}")
+        print("\n".join(told_rule(verdict)))
     else:
         print("no violation")
     if recorded != (verdict.rule if verdict else None):

@@ -22,8 +22,8 @@ from kvproof_spec.derived import blocks_between, needed_in_flight
 from kvproof_spec.pages import NULL_BLOCK
 from kvproof_spec.state import State
 from kvproof_spec.trace import Line, Trace, Verdict
-from kvproof_stateful.reporting import WIDE, ReportConsole, sentence_of
-from kvproof_stateful.steps import followed, step_lines
+from kvproof_stateful.reporting import WIDE, ReportConsole
+from kvproof_stateful.steps import followed, step_lines, told_rule
 
 COLORS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green")
 """Of requests, one after the other."""
@@ -299,7 +299,7 @@ def print_trace(trace: Trace, name: str, first: int, last: int, *, plain: bool) 
     for note in filter(None, notes):
         console.print(note)
     if verdict is not None and verdict.rule is not None:
-        console.print(f"{verdict.rule}: {sentence_of(verdict.rule)}\n  witness: {verdict.witness}")
+        console.print("\n".join(told_rule(verdict)))
     else:
         console.print(f"{name} records no violation")
 

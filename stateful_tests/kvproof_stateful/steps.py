@@ -29,11 +29,12 @@ from kvproof_spec.answers import (
 )
 from kvproof_spec.config import Config
 from kvproof_spec.derived import references
+from kvproof_spec.invariants import RULES
 from kvproof_spec.judgement import Violation
 from kvproof_spec.oracle import NonsenseAnswer, Oracle
 from kvproof_spec.pages import Tables
 from kvproof_spec.state import ActionDisabled, State
-from kvproof_spec.trace import Line
+from kvproof_spec.trace import Line, Verdict
 
 
 def followed(config: Config, lines: Iterable[Line]) -> Iterator[tuple[Line, State, State]]:
@@ -136,3 +137,15 @@ def asked(line: Line) -> str:
 
 def shown(tables: Tables) -> list[list[int]]:
     return [list(table) for table in tables]
+
+
+def told_rule(verdict: Verdict) -> list[str]:
+    """The rule with its sentence, then the witness."""
+    return [f"{verdict.rule}: {sentence_of(verdict.rule)}", f"  witness: {verdict.witness}"]
+
+
+def sentence_of(rule_id: str | None) -> str:
+    for rule in RULES:
+        if rule.id == rule_id:
+            return rule.sentence
+    return "what was asked of the target has failed, or differs from the policy"
