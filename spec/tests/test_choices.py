@@ -1,19 +1,10 @@
-"""What may happen next: enabled, complete within its scope, and rich enough to matter.
-
-Completeness is checked against `every_action`, which shares no code with `choices`: it takes all
-actions that can be spelled with small numbers and keeps those that pass their guard and that a
-driver may ask for.  Exploring a small scope by either must reach the same states, whose number is
-pinned.
-"""
+"""What may happen next: enabled, with nothing that is switched off, and rich enough to matter."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from copy import copy
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import combinations_with_replacement, product
 from random import Random
 from typing import Any
 
@@ -25,12 +16,14 @@ from kvproof_spec.actions import (
     Allocate,
     CompleteLoad,
     CompleteStep,
+    CompleteStore,
     Forget,
     Issue,
     Lookup,
     Output,
     Publish,
     Release,
+    Store,
     Submit,
     Trim,
 )
@@ -38,20 +31,24 @@ from kvproof_spec.answers import (
     Answer,
     Done,
     Forgotten,
+    Granted,
     Hit,
     Issued,
     Refused,
+    Returned,
     SentRow,
 )
-from kvproof_spec.choices import FEATURES, KINDS, Choice, Scope, choices
+from kvproof_spec.choices import FEATURES, KINDS, Choice, Scope, choices, chunks
 from kvproof_spec.config import Config, Group
-from kvproof_spec.invariants import RULES
-from kvproof_spec.judgement import Rule, Violation
+from kvproof_spec.judgement import Violation
 from kvproof_spec.oracle import Oracle
 from kvproof_spec.pages import needed_cells, read_page
 from kvproof_spec.policies import CORRECTIONS, POLICIES, UnknownToPolicy
 from kvproof_spec.policies.vllm import VllmPolicy
-from kvproof_spec.state import ActionDisabled, Request, State, initial_state
+from kvproof_spec.prefix import TOKENS_ONLY, Inputs, Item
+from kvproof_spec.state import Request, State, initial_state
+
+FULL = Config((Group("full", 2),), num_blocks=4)
 
 # Answers of the policy
 
@@ -63,341 +60,12 @@ def new_policy(config: Config) -> VllmPolicy:
     return policy
 
 
-def clone(policy: VllmPolicy) -> VllmPolicy:
-    """A deep copy, but for the prefixes, which are what they are by identity."""
-    twin = VllmPolicy(policy.config, policy.corrections)
-    twin.pool.free_order = copy(policy.pool.free_order)
-    twin.pool.references = list(policy.pool.references)
-    twin.pool.key_of = dict(policy.pool.key_of)
-    twin.pool.copies = {key: dict(blocks) for key, blocks in policy.pool.copies.items()}
-    twin.tables = [{r: list(table) for r, table in tables.items()} for tables in policy.tables]
-    twin.published = [dict(published) for published in policy.published]
-    twin.deferred = [(step, list(blocks)) for step, blocks in policy.deferred]
-    return twin
-
-
-def memory_of(policy: VllmPolicy) -> Hashable:
-    """Everything that the policy remembers and that its later answers may depend on."""
-    return (
-        tuple(policy.pool.free_order),
-        tuple(policy.pool.references),
-        frozenset(policy.pool.key_of.items()),
-        frozenset((key, tuple(blocks)) for key, blocks in policy.pool.copies.items()),
-        tuple(frozenset((r, tuple(t)) for r, t in tables.items()) for tables in policy.tables),
-        tuple(frozenset(published.items()) for published in policy.published),
-        tuple((step, tuple(blocks)) for step, blocks in policy.deferred),
-    )
-
-
 def answer_of(policy: VllmPolicy, state: State, action: Action) -> Answer:
     answer = policy.predict(state, action)
     if isinstance(action, Issue):
         scheduled = [request for request in state.requests if request.scheduled]
         return Issued(tuple(SentRow(request.id, request.tables) for request in scheduled))
     return Done() if answer is None else answer
-
-
-# Exploring
-
-
-Actions = Callable[[State, Scope], Iterable[Action]]
-Inside = Callable[[State], bool]
-Node = tuple[State, Hashable]
-
-
-def chosen(state: State, scope: Scope) -> Iterator[Action]:
-    for choice in choices(state, scope):
-        yield from choice.actions()
-
-
-def explore(
-    start: State, scope: Scope, actions: Actions, inside: Inside, rules: Sequence[Rule] = ()
-) -> set[Node]:
-    """All states that can be reached without leaving `inside`, each with the policy's memory."""
-    oracle, policy = Oracle(scope.config, rules), new_policy(scope.config)
-    seen: set[Node] = {(start, memory_of(policy))}
-    todo = deque([(start, policy)])
-    while todo:
-        state, policy = todo.popleft()
-        for action in actions(state, scope):
-            twin = clone(policy)
-            answer = answer_of(twin, state, action)
-            if rules:
-                oracle.state = state
-                oracle.step(action, answer, twin.snapshot())
-                after = oracle.state
-            else:
-                after = action.apply(state, answer)
-            node = (after, memory_of(twin))
-            if inside(after) and node not in seen:
-                seen.add(node)
-                todo.append((after, twin))
-    return seen
-
-
-# The brute-force enumerator
-
-SMALL = range(5)
-"""Numbers that an action of the small scopes may name: requests, steps, blocks, tokens."""
-
-
-def spelled(state: State, scope: Scope) -> Iterator[Action]:
-    """Every action that can be spelled with small numbers and the scope's symbols."""
-    yield from (Submit(request, symbols) for request, symbols in product(SMALL, scope.prompts))
-    for request in SMALL[: state.submitted]:
-        yield Lookup(request)
-        yield Trim(request)
-        yield from (Publish(request, tokens) for tokens in SMALL)
-        yield from (CompleteLoad(request, tokens) for tokens in SMALL)
-        yield Release(request, "finish")
-        yield Release(request, "abort")
-        yield Release(request, "preempt")
-        yield from allocations(request, scope)
-    yield Issue()
-    yield from completions(state, scope)
-    yield Forget(None)
-    normal = range(1, scope.config.num_blocks)
-    for first, second in combinations_with_replacement(normal, 2):
-        yield Forget(tuple(sorted({first, second})))
-
-
-@cache
-def allocations(request: int, scope: Scope) -> tuple[Action, ...]:
-    drafts: list[tuple[int, ...]] = [()]
-    drafts += [(symbol,) * n for symbol in scope.samples for n in range(1, scope.lookahead + 1)]
-    ahead, headroom = range(scope.lookahead + 1), range(scope.headroom + 1)
-    parameters = SMALL, drafts, SMALL, (False, True), ahead, headroom, (False, True)
-    return tuple(Allocate(request, *picked) for picked in product(*parameters))
-
-
-def completions(state: State, scope: Scope) -> Iterator[Action]:
-    """Every step with every result for any requests, wanted or not."""
-    accepted = range(scope.lookahead + 1)
-    results = [None, *product(scope.samples, accepted)]
-    for step in range(state.issued):
-        for picked in product(results, repeat=min(state.submitted, 2)):
-            yield CompleteStep(
-                step,
-                tuple(Output(r, *result) for r, result in enumerate(picked) if result is not None),
-            )
-
-
-def every_action(state: State, scope: Scope) -> Iterator[Action]:
-    for action in spelled(state, scope):
-        try:
-            action.check(state)
-        except ActionDisabled:
-            continue
-        if may_be_asked(state, scope, action):
-            yield action
-
-
-def may_be_asked(state: State, scope: Scope, action: Action) -> bool:
-    """Is the action within the scope, and what a driver may do beyond what its guard says?"""
-    match action:
-        case Submit():
-            return len(state.requests) < scope.max_requests
-        case Lookup():
-            return not owed(state, action.request)
-        case Allocate():
-            return allocation_may_be_asked(state, scope, action)
-        case Issue():
-            some = any(request.scheduled for request in state.requests)
-            return some and len(state.steps) < (2 if "async" in scope.features else 1)
-        case CompleteStep() | CompleteLoad():
-            return True
-        case Publish():
-            request = state.find(action.request)
-            all_of_it = action.tokens == min(request.computed, len(request.content))
-            return "publish" in scope.features and all_of_it
-        case Trim():
-            return "trim" in scope.features
-        case Release():
-            return release_may_be_asked(state, scope, action)
-        case Forget():
-            return "forget" in scope.features
-
-
-def owed(state: State, request: int) -> bool:
-    """Is a sampled token of an earlier admission still to come?"""
-    now = state.find(request).admission
-    rows = [row for step in state.steps for row in step.rows if row.request == request]
-    return any(row.samples and row.admission != now for row in rows)
-
-
-def current_rows(state: State, request: Request) -> int:
-    rows = [row for step in state.steps for row in step.rows if row.request == request.id]
-    return sum(row.admission == request.admission for row in rows)
-
-
-def allocation_may_be_asked(state: State, scope: Scope, action: Allocate) -> bool:
-    request = state.find(action.request)
-    if owed(state, action.request) or action.new > scope.chunk:
-        return False
-    if action.lookahead and "lookahead" not in scope.features:
-        return False
-    if action.external and "external" not in scope.features:
-        return False
-    if request.status != "running":
-        return not action.drafts
-    rows = [
-        row
-        for step in state.steps
-        for row in step.rows
-        if row.request == request.id and row.admission == request.admission
-    ]
-    coming = len(request.content) + sum(row.samples for row in rows)
-    if (rows and "async" not in scope.features) or coming >= scope.max_request_tokens:
-        return False
-    if action.drafts:
-        one_left = coming - request.computed == 1
-        return "lookahead" in scope.features and one_left and not action.headroom
-    return True
-
-
-def release_may_be_asked(state: State, scope: Scope, action: Release) -> bool:
-    request = state.find(action.request)
-    if current_rows(state, request) and "async" not in scope.features:
-        return False
-    if request.scheduled:
-        return "unissued" in scope.features and action.reason != "finish"
-    if action.reason == "finish":
-        return request.status == "running" and len(request.content) > request.prompt_tokens
-    return action.reason in scope.features
-
-
-# Small scopes that are explored to the end
-
-
-@dataclass(frozen=True, slots=True)
-class Small:
-    """A scope, and how far it is followed; the whole of it is `states` states."""
-
-    name: str
-    scope: Scope
-    states: int
-    issued: int
-    submitted: int = 2
-    preemptions: int = 0  # of the requests that are there
-
-    def holds(self, state: State) -> bool:
-        return (
-            state.submitted <= self.submitted
-            and state.issued <= self.issued
-            and sum(request.admission for request in state.requests) <= self.preemptions
-        )
-
-
-FULL = Config((Group("full", 2),), num_blocks=4)
-BOTH = Config((Group("full", 2), Group("sliding", 2, 2)), num_blocks=5)
-
-
-def small_scope(config: Config, features: str, prompt: int, **more: Any) -> Scope:
-    """One prompt of so many equal tokens, one symbol to sample, nothing ahead."""
-    given: dict[str, Any] = {
-        "samples": (0,),
-        "max_requests": 2,
-        "chunk": 3,
-        "max_request_tokens": 3,
-        "lookahead": 0,
-        "headroom": 0,
-    }
-    prompts = ((0,) * prompt,)
-    return Scope(config, frozenset(features.split()), prompts, **{**given, **more})
-
-
-SMALL_SCOPES = (
-    Small(
-        "two requests in a full attention and a window group",
-        small_scope(BOTH, "full sliding preempt abort async trim", 3),
-        states=2300,
-        issued=2,
-        preemptions=1,
-    ),
-    Small(
-        "loads into both groups",
-        small_scope(BOTH, "full sliding external abort", 3),
-        states=1678,
-        issued=1,
-        preemptions=1,
-    ),
-    Small(
-        "loads that fail half way",
-        small_scope(
-            replace(FULL, defers_returns=True),
-            "full external abort preempt async",
-            4,
-            chunk=2,
-            max_request_tokens=4,
-        ),
-        states=1084,
-        issued=1,
-        submitted=1,
-        preemptions=2,
-    ),
-    Small(
-        "drafts and slots ahead",
-        small_scope(
-            FULL,
-            "full lookahead publish trim",
-            2,
-            samples=(0, 1),
-            max_request_tokens=4,
-            lookahead=1,
-            headroom=1,
-        ),
-        states=262,
-        issued=3,
-        submitted=1,
-    ),
-    Small(
-        "forgetting",
-        small_scope(FULL, "full forget abort", 2, max_requests=1),
-        states=166,
-        issued=2,
-    ),
-    Small(
-        "leaving before the step is issued",
-        small_scope(BOTH, "full sliding abort unissued", 3),
-        states=299,
-        issued=2,
-    ),
-)
-
-
-def difference(by_choices: set[Node], by_brute_force: set[Node]) -> str:
-    """What to look at first: whole sets of states would say nothing."""
-    only = [
-        min(one - other, key=str, default=None)
-        for one, other in ((by_choices, by_brute_force), (by_brute_force, by_choices))
-    ]
-    return f"only by choices: {only[0]}\nonly by brute force: {only[1]}"
-
-
-@pytest.mark.parametrize("small", SMALL_SCOPES, ids=lambda small: small.name)
-def test_a_small_scope_is_explored_as_an_enumerator_does_that_knows_no_choices(
-    small: Small,
-) -> None:
-    start = initial_state(small.scope.config)
-    by_choices = explore(start, small.scope, chosen, small.holds, RULES)
-    by_brute_force = explore(start, small.scope, every_action, small.holds)
-    same = by_choices == by_brute_force
-    assert same, difference(by_choices, by_brute_force)
-    found = len(by_choices)
-    assert found == small.states
-
-
-def test_the_enumerator_would_notice_a_missing_choice() -> None:
-    small = next(small for small in SMALL_SCOPES if small.name == "drafts and slots ahead")
-    start = initial_state(small.scope.config)
-
-    def without_drafts(state: State, scope: Scope) -> Iterator[Action]:
-        for action in chosen(state, scope):
-            if not (isinstance(action, Allocate) and action.drafts):
-                yield action
-
-    fewer = explore(start, small.scope, without_drafts, small.holds)
-    assert fewer < explore(start, small.scope, every_action, small.holds)
 
 
 # Random walks
@@ -426,7 +94,15 @@ WALKS = {
 STEPS = 120  # a walk
 SEEDS = range(20)
 
-HURRY = {"lookup": 4, "admit": 6, "extend": 4, "issue": 6, "complete step": 4, "complete load": 3}
+HURRY = {
+    "lookup": 4,
+    "admit": 6,
+    "extend": 4,
+    "issue": 6,
+    "complete step": 4,
+    "complete load": 3,
+    "load": 4,
+}
 """Weights by kind; 1 for the rest, so that requests come far enough to matter."""
 
 
@@ -477,6 +153,9 @@ class Walk:
             if request.status == "loading":
                 self._step(oracle, policy, CompleteLoad(request.id, 0))
             self._step(oracle, policy, Release(request.id, "abort"))
+        for transfer in oracle.state.transfers:
+            ends = CompleteLoad(transfer.request, 0), CompleteStore(transfer.request)
+            self._step(oracle, policy, ends[0] if transfer.inbound else ends[1])
         normal = range(1, self.scope.config.num_blocks)
         if sorted(policy.snapshot().free_order) == list(normal):
             self.goals["everything is free again"] += 1
@@ -495,6 +174,8 @@ GOALS = (
     "a load fails",
     "a load fails half way",
     "a load succeeds",
+    "a load outlives its request",
+    "a store outlives its request",
     "a draft is rejected",
     "a draft is accepted",
     "a block that left the window is given back",
@@ -514,10 +195,10 @@ def goals_of(before: State, action: Action, answer: Answer, after: State) -> Ite
         case CompleteStep():
             yield from goals_of_step(before, action)
         case CompleteLoad():
-            load = before.find(action.request).load
-            asked = load[1] if load else 0
-            failed = "a load fails half way" if action.tokens else "a load fails"
-            yield "a load succeeds" if action.tokens == asked else failed
+            yield goal_of_load(before.get(action.request), action.tokens)
+        case CompleteStore():
+            if before.get(action.request) is None:
+                yield "a store outlives its request"
         case Forget(None):
             assert isinstance(answer, Forgotten)
             yield "everything is forgotten" if answer.done else "forgetting everything is refused"
@@ -527,6 +208,14 @@ def goals_of(before: State, action: Action, answer: Answer, after: State) -> Ite
         yield "two steps are in flight"
     if after.deferred:
         yield "blocks are kept back for steps in flight"
+
+
+def goal_of_load(request: Request | None, tokens: int) -> str:
+    if request is None:
+        return "a load outlives its request"
+    if request.load is not None and tokens == request.load[1]:
+        return "a load succeeds"
+    return "a load fails half way" if tokens else "a load fails"
 
 
 def goals_of_allocation(
@@ -611,7 +300,7 @@ def test_vllm_loads_every_known_token_without_the_window_of_the_last() -> None:
     for action in (Submit(0, (0, 0, 0, 0)), Lookup(0)):
         oracle.step(action, answer_of(policy, oracle.state, action))
     load = Allocate(0, 0, external=4, unordered=True)
-    with pytest.raises(Violation, match=r"I3: .* goes on at 3 of 4 tokens has no block at entry 0"):
+    with pytest.raises(Violation, match=r"I3: .* at 3 of 4 tokens has no block at entries \[0\]"):
         oracle.step(load, answer_of(policy, oracle.state, load))
 
 
@@ -634,8 +323,8 @@ def test_vllm_gives_a_load_what_a_step_still_writes_unless_returns_are_deferred(
 
 
 def test_the_policy_declines_what_it_cannot_predict() -> None:
-    with pytest.raises(UnknownToPolicy, match="only groups of one block size"):
-        VllmPolicy(Config((Group("full", 4), Group("sliding", 2, 5)), num_blocks=9))
+    with pytest.raises(UnknownToPolicy, match="a single group is hashed by whole blocks"):
+        VllmPolicy(Config((Group("full", 4),), num_blocks=9, partial_boundary=2))
 
 
 # Choices themselves
@@ -656,3 +345,155 @@ def test_features_that_are_off_are_never_chosen() -> None:
     assert drawn <= {"submit", "lookup", "admit", "extend", "issue", "complete step", "finish"}
     allocations = [a for each in walk for a in each.actions if isinstance(a, Allocate)]
     assert not any(a.lookahead or a.drafts or a.external for a in allocations)
+
+
+# What each feature offers, and only it
+
+Move = tuple[Action, Answer]
+EMPTY: Move = (Lookup(0), Hit(0, ((),)))
+ISSUED: Move = (Issue(), Issued())
+PARTIAL = Config((Group("full", 4),), num_blocks=9, partial_boundary=2)
+STATES = Config((Group("state", 4),), num_blocks=9)
+PARTIAL_STATES = replace(STATES, partial_boundary=2)
+
+
+def computed(tokens: int, new: int, *table: int) -> list[Move]:
+    """Request 0 has computed `new` of its tokens, and sampled if that are all."""
+    outputs = (Output(0, 1),) if new == tokens else ()
+    return [
+        *((Submit(0, tuple(range(tokens))), Done()), EMPTY),
+        *((Allocate(0, new), Granted((table,))), ISSUED),
+        (CompleteStep(0, outputs), Returned()),
+    ]
+
+
+def after(config: Config, *moves: Move) -> State:
+    oracle = Oracle(config)
+    for move in moves:
+        oracle.step(*move)
+    return oracle.state
+
+
+def offered(state: State, features: str, **more: Any) -> dict[str, list[Action]]:
+    """The enabled actions by the kind of their choice; all of them pass their guards."""
+    scope = Scope(state.config, frozenset(features.split()), ((0, 1, 2),), **more)
+    found: dict[str, list[Action]] = {}
+    for choice in choices(state, scope):
+        for action in choice.actions():
+            action.check(state)
+            found.setdefault(choice.kind, []).append(action)
+    return found
+
+
+def test_a_store_is_offered_once_a_block_is_computed_and_none_is_under_way() -> None:
+    ready = computed(3, 3, 1, 2)
+    store, granted = (Store(0), Done()), (Allocate(0, 1), Granted(((1, 2),)))
+    assert offered(after(FULL, *ready), "full store")["store"] == [Store(0)]
+    assert "store" not in offered(after(FULL, *ready), "full")
+    assert "store" not in offered(after(FULL, *ready[:-1]), "full store async"), "in flight"
+    assert "store" not in offered(after(FULL, *computed(3, 1, 1)), "full store")
+    assert "store" not in offered(after(FULL, *ready, granted), "full store")
+    assert "store" not in offered(after(FULL, *ready, store), "full store")
+
+
+def test_a_request_whose_store_is_under_way_may_leave_and_gets_nothing() -> None:
+    state = after(FULL, *computed(3, 3, 1, 2), (Store(0), Done()))
+    kinds = set(offered(state, "full store trim preempt abort publish"))
+    assert kinds == {"submit", "complete store", "publish", "finish", "preempt", "abort"}
+    left = Release(0, "preempt"), Returned((1,))
+    waiting = after(FULL, *computed(3, 3, 1, 2), (Store(0), Done()), left, EMPTY)
+    assert set(offered(waiting, "full external")) == {"submit", "lookup", "complete store"}
+
+
+def test_the_end_of_a_transfer_is_offered_when_its_request_has_left() -> None:
+    stored = [*computed(3, 3, 1, 2), (Store(0), Done())]
+    left = after(FULL, *stored, (Release(0, "abort"), Returned((1,))))
+    assert offered(left, "full")["complete store"] == [CompleteStore(0)]
+    load = Allocate(0, 0, external=2, unordered=True), Granted(((1,),))
+    loading = (Submit(0, (0, 1, 2)), Done()), EMPTY, load
+    left = after(FULL, *loading, (Release(0, "abort"), Returned((1,))))
+    assert offered(left, "full")["complete load"] == [CompleteLoad(0, 0)]
+
+
+def test_a_loading_request_is_aborted_only_where_that_is_asked_for() -> None:
+    load = Allocate(0, 0, external=2, unordered=True), Granted(((1,),))
+    state = after(FULL, (Submit(0, (0, 1, 2)), Done()), EMPTY, load)
+    assert offered(state, "full abort-loading")["abort"] == [Release(0, "abort")]
+    assert set(offered(state, "full abort preempt")) == {"submit", "complete load"}
+
+
+def test_drafts_are_offered_after_tokens_that_are_being_sampled() -> None:
+    drafted = Allocate(0, 2, drafts=(0,)), Granted(((1, 2, 3),))
+    state = after(FULL, *computed(3, 3, 1, 2), drafted, ISSUED)
+    found = offered(state, "full lookahead async", samples=(0,))["draft"]
+    assert {len(draft.drafts) for draft in found if isinstance(draft, Allocate)} == {1, 2}
+    assert "draft" not in offered(state, "full lookahead", samples=(0,))
+    assert "draft" not in offered(state, "full async")
+    decoding = after(STATES, *computed(3, 3, 1))
+    assert "draft" not in offered(decoding, "state lookahead async"), "a state takes none back"
+
+
+def test_nothing_external_follows_a_hit_inside_a_block() -> None:
+    asked = [*computed(3, 3, 1), (Submit(1, (0, 1, *range(5, 12))), Done())]
+    whole = after(PARTIAL, *asked, (Lookup(1), Hit(0, ((),))))
+    inside = after(PARTIAL, *asked, (Lookup(1), Hit(2, ((1,),))))
+    assert {"admit", "admit external", "load"} <= set(offered(whole, "full partial external"))
+    found = offered(inside, "full partial external")
+    assert "admit" in found
+    assert not {"admit external", "load"} & set(found)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "start", "most", "news"),
+    [
+        (PARTIAL, 10, 0, 4, [4, 3, 2, 1]),  # no state: a step may end anywhere
+        (STATES, 10, 0, 10, [8, 4]),  # at a block's end, and not beyond the last
+        (STATES, 10, 0, 7, [4]),
+        (STATES, 10, 0, 3, []),  # a block is more than a step may compute: it waits
+        (STATES, 10, 8, 2, [2]),  # what is left of the prompt, at once
+        (STATES, 10, 2, 8, [2]),  # from inside a block to its end
+        (STATES, 8, 0, 8, [4]),  # a hit of the same prompt leaves a token to compute
+        (STATES, 9, 0, 9, [8, 4]),
+        (STATES, 3, 0, 3, [3]),
+        (PARTIAL_STATES, 7, 0, 7, [4]),
+        (PARTIAL_STATES, 7, 4, 3, [2]),  # the last boundary of the prompt is inside a block
+        (PARTIAL_STATES, 7, 6, 1, [1]),
+        (PARTIAL_STATES, 3, 0, 3, [2]),
+    ],
+)
+def test_a_step_ends_where_a_state_is_to_be_saved(
+    config: Config, tokens: int, start: int, most: int, news: list[int]
+) -> None:
+    request = after(config, (Submit(0, (0,) * tokens), Done())).find(0)
+    assert list(chunks(config, request, start, most)) == news
+
+
+def test_states_are_admitted_in_such_chunks_only() -> None:
+    state = after(STATES, (Submit(0, (0,) * 10), Done()), EMPTY)
+    found = offered(state, "state external", headroom=0)
+    assert found["admit"] == [Allocate(0, 8), Allocate(0, 4)]
+    assert found["admit external"] == [Allocate(0, 4, external=4), Allocate(0, 2, external=8)]
+    assert [load.external for load in found["load"] if isinstance(load, Allocate)] == [4, 8]
+    going_on = after(STATES, *computed(10, 4, 1))
+    assert offered(going_on, "state", headroom=0)["extend"] == [Allocate(0, 4)]
+
+
+def test_a_load_never_brings_all_that_a_state_needs() -> None:
+    for config, externals in ((STATES, [4]), (replace(PARTIAL, partial_boundary=None), [4, 8])):
+        state = after(config, (Submit(0, (0,) * 8), Done()), EMPTY)
+        loads = offered(state, "external", headroom=0)["load"]
+        found = {load.external for load in loads if isinstance(load, Allocate)}
+        assert sorted(found) == externals
+
+
+def test_prompts_are_submitted_with_the_inputs_that_they_have_room_for() -> None:
+    cat = Inputs("poet", items=(Item("cat", 1, 3),), embeds=((0, 7), (3, 8)))
+    found = offered(initial_state(FULL), "lora multimodal embeds", inputs=(TOKENS_ONLY, cat))
+    fitting = Inputs("poet", embeds=((0, 7),))
+    assert found["submit"] == [Submit(0, (0, 1, 2)), Submit(0, (0, 1, 2), inputs=fitting)]
+
+
+def test_encoder_tokens_are_submitted_as_the_scope_says() -> None:
+    config = Config((Group("cross", 2),), num_blocks=9, caching=False)
+    found = offered(initial_state(config), "cross uncached", encoder_tokens=(1, 4))["submit"]
+    assert [s.encoder_tokens for s in found if isinstance(s, Submit)] == [1, 4]

@@ -30,6 +30,27 @@ examples:
 
 """
 
+BENCH_MANAGER_EXAMPLES = """\
+workloads (block size 16, one full attention group):
+  a  long shared prefix: 64 requests of 32k tokens that share 28k, churn
+  b  chat under pressure: 2,000 requests with shared system prompts, 64 decodes each
+  c  decode only: 256 running
+  d  eviction storm: unique requests, always evicting
+  e  the first 2,000 requests of a production trace
+
+examples:
+  kvproof bench manager                             all of it, some minutes
+  kvproof bench manager --json --plot manager.png > manager.json
+  kvproof bench manager --workloads b,c --scale 0.1
+  kvproof bench manager --against plain --requests 20     how much is noise
+
+exit codes:
+  0    measured
+  2    wrong usage: no vLLM 0.32 here, an unknown workload, no matplotlib for --plot
+  3    the managers did not do the same
+  130  interrupted; what was measured is printed
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is as `--help` says."""
@@ -189,6 +210,31 @@ def add_bench(commands: Commands) -> None:
     campaign.set_defaults(command=run_bench_campaign)
     campaign.add_argument("--actions", type=int, default=1_000_000, help="for the memory figure")
     campaign.add_argument("--json", action="store_true")
+    manager = kinds.add_parser(
+        "manager",
+        help="the plain manager against the genuine one of an installed vLLM 0.32.0",
+        description="The plain manager against vLLM's KVCacheManager: the same requests, "
+        "scheduler and steps, a round of one after a round of the other in one process.\n"
+        "Lookup, allocation, decode, free and hashing are timed apart; a figure is the median "
+        "of paired ratios.",
+        epilog=BENCH_MANAGER_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    manager.set_defaults(command=run_bench_manager)
+    manager.add_argument("--workloads", metavar="a,b,...", help="only these (default: all)")
+    manager.add_argument(
+        "--scale", type=float, default=1.0, metavar="X", help="X times the requests (default: 1)"
+    )
+    manager.add_argument("--requests", type=int, metavar="N", help="at most N requests a workload")
+    manager.add_argument(
+        "--against",
+        choices=("vllm", "plain"),
+        default="vllm",
+        help="plain: against itself, which shows how much is noise",
+    )
+    manager.add_argument("--trace", metavar="FILE", help="another trace for workload e")
+    manager.add_argument("--plot", metavar="FILE", help="a picture (needs matplotlib)")
+    manager.add_argument("--json", action="store_true", help="the figures as JSON on stdout")
 
 
 def run_campaign(options: argparse.Namespace) -> int:
@@ -219,6 +265,12 @@ def run_bench_campaign(options: argparse.Namespace) -> int:
     from kvproof_stateful.bench import bench_campaign
 
     return bench_campaign(options.actions, as_json=options.json)
+
+
+def run_bench_manager(options: argparse.Namespace) -> int:
+    from kvproof_stateful.bench_manager.command import bench_manager
+
+    return bench_manager(options)
 
 
 if __name__ == "__main__":

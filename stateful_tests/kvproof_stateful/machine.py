@@ -45,6 +45,7 @@ GRAIN = 1000
 """How many different values a drawn `random()` has."""
 
 INTERRUPTIONS = (
+    "store",
     "publish",
     "trim",
     "finish",

@@ -38,6 +38,8 @@ LEGEND = {
     "?": "?R1 named by R1's lookup",
     "~": "~ a step in flight needs it",
     "<": "< a load is under way",
+    ">": "> a store is under way",
+    "=": "= a copy is to be made from or to it",
     "kept": "kept back for a step in flight",
     "*": "* findable",
     "#": "#1 counted so, which is not how often it is held",
@@ -59,13 +61,15 @@ class BlockView:
     """One block after one line.
 
     `listed`, `findable` and `counted` are None where no snapshot shows them; `kept` are
-    the references of requests that have left.
+    the references of requests that have left, `copies` those of copies not yet issued.
     """
 
     holders: tuple[Holder, ...] = ()
     kept: int = 0
     in_flight: bool = False
     loading: bool = False
+    storing: bool = False
+    copies: int = 0
     named_for: int | None = None  # the request whose lookup has just found it
     listed: bool | None = None
     findable: bool | None = None
@@ -74,12 +78,12 @@ class BlockView:
     @property
     def idle(self) -> bool:
         """Nobody has to do with it."""
-        busy = self.holders or self.kept or self.in_flight or self.loading or self.findable
-        return not busy and self.named_for is None and not self.odd
+        used = self.in_flight or self.loading or self.storing or self.findable
+        return not (self.references or used or self.odd) and self.named_for is None
 
     @property
     def references(self) -> int:
-        return len(self.holders) + self.kept
+        return len(self.holders) + self.kept + self.copies
 
     @property
     def odd(self) -> str:
@@ -102,9 +106,10 @@ class BlockView:
         ]
         words += ["kept"] if self.kept else []
         words += [f"?R{self.named_for}"] if self.named_for is not None else []
-        marks = "~" * self.in_flight + "<" * self.loading + "*" * bool(self.findable)
-        odd = f" {self.odd}" if self.odd else ""
-        return (" ".join(words) or ".") + marks + odd
+        used = {"~": self.in_flight, "<": self.loading, ">": self.storing}
+        used |= {"=": bool(self.copies), "*": bool(self.findable)}
+        marks = "".join(mark for mark, is_so in used.items() if is_so)
+        return (" ".join(words) or ".") + marks + (f" {self.odd}" if self.odd else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +133,9 @@ def frames(trace: Trace) -> list[Frame]:
 
 def views(state: State, line: Line) -> dict[int, BlockView]:
     """Each block after a line, but for those that nobody has to do with."""
-    held, hit = entries(state), state.hit
-    loading, in_flight = under_load(state), needed_in_flight(state)
-    named = {block for table in hit.tables for block in table} if hit else set[int]()
+    held, named = entries(state), named_by_lookup(state)
+    loading, storing, in_flight = under_load(state), being_stored(state), needed_in_flight(state)
+    copied = [block for copy in state.copies for block in (copy.source, copy.destination)]
     shown = ShownBlocks(line.snapshot)
     every = {
         block: BlockView(
@@ -138,7 +143,9 @@ def views(state: State, line: Line) -> dict[int, BlockView]:
             kept=state.deferred.count(block),
             in_flight=block in in_flight,
             loading=block in loading,
-            named_for=hit.request if hit and block in named else None,
+            storing=block in storing,
+            copies=copied.count(block),
+            named_for=named.get(block),
             **shown.of(block),
         )
         for block in range(1, state.config.num_blocks)
@@ -156,13 +163,28 @@ def entries(state: State) -> dict[int, list[Holder]]:
     return found
 
 
+def named_by_lookup(state: State) -> dict[int, int]:
+    """The blocks of a hit that is not yet used, and the request that looked up."""
+    if state.hit is None:
+        return {}
+    return {block: state.hit.request for table in state.hit.tables for block in table}
+
+
 def under_load(state: State) -> set[int]:
     """Blocks that an unordered load still fills."""
     found: set[int] = set()
     for request in state.requests:
         if request.status == "loading" and request.load is not None:
             found |= blocks_between(state, request.tables, *request.load)
+    for transfer in state.transfers:
+        found.update(cell[0] for cell in transfer.cells if transfer.inbound)
     return found
+
+
+def being_stored(state: State) -> set[int]:
+    """Blocks that an outbound store still reads."""
+    stores = [transfer for transfer in state.transfers if not transfer.inbound]
+    return {cell[0] for transfer in stores for cell in transfer.cells}
 
 
 class ShownBlocks:
@@ -363,6 +385,8 @@ def block_to_json(view: BlockView) -> dict[str, Any]:
         "kept": view.kept,
         "in_flight": view.in_flight,
         "loading": view.loading,
+        "storing": view.storing,
+        "copies": view.copies,
         "named_for": view.named_for,
         "listed_free": view.listed,
         "findable": view.findable,

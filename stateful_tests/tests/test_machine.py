@@ -211,6 +211,10 @@ def test_an_observed_target_is_asked_for_what_goes_around_its_scheduler() -> Non
     assert Observed.asked == {Submit, Issue, CompleteStep, Release}
 
 
+def test_our_own_engine_refines_the_spec() -> None:
+    run(machine_for("plain-engine"))
+
+
 def test_what_cannot_be_is_said_when_the_machine_is_made() -> None:
     with pytest.raises(NoSuchTarget, match="module:Class"):
         machine_for("nope")

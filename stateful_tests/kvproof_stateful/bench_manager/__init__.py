@@ -1,0 +1,1 @@
+"""`kvproof bench manager`: the plain manager against the genuine one, in one process."""
