@@ -89,6 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_campaign(commands)
     add_replay(commands)
     add_show(commands)
+    add_scenarios(commands)
     add_targets(commands)
     add_bench(commands)
     return parser
@@ -187,6 +188,21 @@ def add_show(commands: Commands) -> None:
     command.add_argument("--json", action="store_true", help="the same as JSON on stdout")
 
 
+def add_scenarios(commands: Commands) -> None:
+    command = commands.add_parser(
+        "scenarios",
+        help="play named scenarios on a target's block pool: what no action reaches",
+        description="Play named scenarios on a target's block pool alone: what no action of the\n"
+        "specification reaches, a block freed twice in one batch, say.",
+        epilog="examples:\n  kvproof scenarios --target plain\n"
+        "  kvproof scenarios --target vllm-manager --json\n\n" + EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(command=run_scenarios)
+    command.add_argument("--target", default="plain", help="whose pool (default: plain)")
+    command.add_argument("--json", action="store_true", help="the outcomes as JSON on stdout")
+
+
 def add_targets(commands: Commands) -> None:
     command = commands.add_parser(
         "targets",
@@ -253,6 +269,12 @@ def run_show(options: argparse.Namespace) -> int:
     from kvproof_stateful.commands import show
 
     return show(options)
+
+
+def run_scenarios(options: argparse.Namespace) -> int:
+    from kvproof_stateful.commands import scenarios
+
+    return scenarios(options)
 
 
 def run_targets(options: argparse.Namespace) -> int:

@@ -273,6 +273,19 @@ def show(options: argparse.Namespace) -> int:
     return EXIT_CLEAN
 
 
+def scenarios(options: argparse.Namespace) -> int:
+    from kvproof_stateful.scenarios import HasPool, known_outcomes, play
+
+    with usage_errors():
+        target, hello = load_target(options.target)
+        if not isinstance(target, HasPool):
+            raise UsageError(f"target {hello.name} does not offer its block pool alone (make_pool)")
+        outcomes = play(target, hello.version, known_outcomes(hello.name))
+    reporting.print_scenarios(hello, outcomes, as_json=options.json)
+    failed = any(outcome.verdict in ("violated", "stale") for outcome in outcomes)
+    return EXIT_VIOLATION if failed else EXIT_CLEAN
+
+
 def exit_code_of(rule: str | None) -> int:
     if rule is None:
         return EXIT_CLEAN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Literal
@@ -20,6 +21,7 @@ from kvproof_spec.judgement import EVIDENCE
 from kvproof_spec.trace import Line, Trace, Verdict
 from kvproof_stateful.campaign import Campaign, Found, Result
 from kvproof_stateful.coverage import GOALS, Coverage
+from kvproof_stateful.scenarios import Outcome
 from kvproof_stateful.steps import step_lines, told_rule
 from kvproof_stateful.target import Hello
 
@@ -265,3 +267,31 @@ def print_targets(rows: Sequence[tuple[str, Hello | str]], *, as_json: bool) -> 
             features = ", ".join(f for f in FEATURES if f in hello.features)
             table.add_row(name, hello.version, mode, features, ", ".join(hello.claims))
     ReportConsole().print(table)
+
+
+def print_scenarios(hello: Hello, outcomes: Sequence[Outcome], *, as_json: bool) -> None:
+    if as_json:
+        told = [outcome.to_json() for outcome in outcomes]
+        report = {"target": hello.name, "version": hello.version, "scenarios": told}
+        print(json.dumps(report, indent=2))
+        return
+    console = ReportConsole()
+    table = Table(title=f"{hello.name} {hello.version}", title_justify="left", box=SIMPLE)
+    for column in ("scenario", "what is done", "then", "verdict"):
+        table.add_column(column)
+    for outcome in outcomes:
+        verdict = " ".join(filter(None, (outcome.verdict, outcome.rule)))
+        table.add_row(outcome.scenario.name, outcome.scenario.done, outcome.scenario.holds, verdict)
+    console.print(table)
+    for outcome in outcomes:
+        if outcome.verdict != "ok":
+            print_outcome(outcome)
+    counted = Counter(outcome.verdict for outcome in outcomes)
+    console.print(", ".join(f"{count} {verdict}" for verdict, count in counted.items()))
+
+
+def print_outcome(outcome: Outcome) -> None:
+    print(f"{outcome.scenario.name}: {outcome.verdict}: {outcome.witness}")
+    print(f"  reported: {outcome.scenario.report or 'nowhere'}")
+    if outcome.link:
+        print(f"  written up: {outcome.link}")
