@@ -22,7 +22,7 @@ from rich.table import Table
 
 from kvproof_spec.choices import Scope, choices
 from kvproof_spec.config import Config, Group
-from kvproof_stateful.machine import machine_over
+from kvproof_stateful.machine import Setup, machine_of
 from kvproof_stateful.plan import WEIGHTS, draw_pick
 from kvproof_stateful.running import Judging, Run
 from kvproof_stateful.targets.plain import PlainTarget
@@ -86,8 +86,13 @@ class Bench:
 
 
 def machine_rate(scope: Scope) -> float:
-    counted = [0]
-    machine = machine_over(PlainTarget(), EXACT, scope, counted)
+    counted = 0
+
+    class Counted(machine_of(Setup(PlainTarget(), EXACT, scope=scope))):  # type: ignore[misc]
+        def teardown(self) -> None:
+            nonlocal counted
+            counted += len(self.judged.lines)
+
     limits = settings(
         max_examples=MACHINE_EXAMPLES,
         stateful_step_count=RUN_LENGTH,
@@ -97,8 +102,8 @@ def machine_rate(scope: Scope) -> float:
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     started = time.perf_counter()
-    run_state_machine_as_test(machine, settings=limits)
-    return counted[0] / (time.perf_counter() - started)
+    run_state_machine_as_test(Counted, settings=limits)
+    return counted / (time.perf_counter() - started)
 
 
 def memory_growth_mib(actions: int, progress: Callable[[int], None]) -> tuple[float, float]:

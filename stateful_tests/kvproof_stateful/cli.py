@@ -88,6 +88,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_campaign(commands)
     add_replay(commands)
+    add_show(commands)
+    add_scenarios(commands)
     add_targets(commands)
     add_bench(commands)
     return parser
@@ -167,6 +169,40 @@ def add_replay(commands: Commands) -> None:
     command.add_argument("--json", action="store_true", help="the verdict as JSON on stdout")
 
 
+def add_show(commands: Commands) -> None:
+    command = commands.add_parser(
+        "show",
+        help="show a saved trace in the terminal: who holds each block, line by line",
+        description="Tell a saved trace line by line, then show it as a table: a row a block, a\n"
+        "column a line (or a step, if lines are too many), the blocks of the violation marked.\n"
+        "It judges nothing: 0 says that the trace could be shown.",
+        epilog="examples:\n  kvproof show found/I2-0a1b2c3d.ndjson\n"
+        "  kvproof show found/I2-0a1b2c3d.ndjson --from 4 --to 9\n\n" + EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(command=run_show)
+    command.add_argument("trace", help="a trace file (NDJSON)")
+    command.add_argument("--from", dest="first", type=int, metavar="LINE", help="first line shown")
+    command.add_argument("--to", dest="last", type=int, metavar="LINE", help="last line shown")
+    command.add_argument("--no-color", action="store_true", help="no colors on a terminal either")
+    command.add_argument("--json", action="store_true", help="the same as JSON on stdout")
+
+
+def add_scenarios(commands: Commands) -> None:
+    command = commands.add_parser(
+        "scenarios",
+        help="play named scenarios on a target's block pool: what no action reaches",
+        description="Play named scenarios on a target's block pool alone: what no action of the\n"
+        "specification reaches, a block freed twice in one batch, say.",
+        epilog="examples:\n  kvproof scenarios --target plain\n"
+        "  kvproof scenarios --target vllm-manager --json\n\n" + EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(command=run_scenarios)
+    command.add_argument("--target", default="plain", help="whose pool (default: plain)")
+    command.add_argument("--json", action="store_true", help="the outcomes as JSON on stdout")
+
+
 def add_targets(commands: Commands) -> None:
     command = commands.add_parser(
         "targets",
@@ -227,6 +263,18 @@ def run_replay(options: argparse.Namespace) -> int:
     from kvproof_stateful.commands import replay
 
     return replay(options)
+
+
+def run_show(options: argparse.Namespace) -> int:
+    from kvproof_stateful.commands import show
+
+    return show(options)
+
+
+def run_scenarios(options: argparse.Namespace) -> int:
+    from kvproof_stateful.commands import scenarios
+
+    return scenarios(options)
 
 
 def run_targets(options: argparse.Namespace) -> int:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from kvproof_spec.choices import FEATURES
-from kvproof_spec.config import KINDS
 from kvproof_spec.policies import UnknownToPolicy
 from kvproof_spec.state import ActionDisabled
 from kvproof_spec.trace import DamagedTrace, Trace, read_trace
@@ -39,7 +38,7 @@ from kvproof_stateful.loading import (
     installed_targets,
     load_target,
 )
-from kvproof_stateful.plan import Asked, ImpossibleConfig, layout_of, parse_groups
+from kvproof_stateful.plan import Asked, ImpossibleConfig, ask
 from kvproof_stateful.running import (
     TARGET_FAILED,
     Judging,
@@ -167,35 +166,11 @@ def judging_of(level: str, without: list[str]) -> Judging:
 
 
 def asked_of(options: argparse.Namespace, hello: Hello) -> Asked:
-    groups = parse_groups(options.groups) if options.groups else None
-    features = None
-    if options.features:
-        features = frozenset(part.strip() for part in options.features.split(","))
-        unknown = sorted(features - FEATURES.keys())
-        if unknown:
-            raise ImpossibleConfig(
-                f"no feature {', '.join(unknown)}; there are: {', '.join(FEATURES)}"
-            )
-        missing = sorted(features - hello.features)
-        if missing:
-            raise ImpossibleConfig(f"target {hello.name} does not declare {', '.join(missing)}")
-    if groups:
-        kinds = frozenset[str](group.kind for group in groups)
-        named = (features or frozenset()) & frozenset(KINDS)
-        if named and named != kinds:
-            raise ImpossibleConfig(
-                f"--groups has {', '.join(sorted(kinds))} groups, --features names "
-                f"{', '.join(sorted(named))}"
-            )
-        missing = sorted(layout_of(groups) - hello.features)
-        if missing:
-            raise ImpossibleConfig(f"target {hello.name} has no {', '.join(missing)} groups")
-    if options.blocks is not None and options.blocks < 2:
-        raise ImpossibleConfig("--blocks counts the null block: 2 is the least")
+    asked = ask(hello, options.groups, options.features, options.blocks)
     strict = options.ordering == "strict"
     if strict and hello.name.startswith("vllm"):
         raise ImpossibleConfig("ordering strict is never a verdict on an engine: use target plain")
-    return Asked(groups=groups, num_blocks=options.blocks, features=features, strict=strict)
+    return replace(asked, strict=strict)
 
 
 def budget_of(options: argparse.Namespace) -> Budget:
@@ -233,16 +208,20 @@ def command_line(options: argparse.Namespace) -> str:
 def replay(options: argparse.Namespace) -> int:
     with usage_errors():
         require_timeout(options)
-        try:
-            trace = read_trace(Path(options.trace))
-        except OSError as error:
-            raise UsageError(f"{options.trace}: {error.strerror}") from error
+        trace = trace_in(options.trace)
         without = options.without if options.without is not None else trace.header.without
         judging = judging_of(options.level or trace.header.level, list(without))
         if options.target is None:
             return replay_answers(trace, judging, options)
         target, hello = load_target(options.target)
         return replay_on_target(trace, target, hello, judging, options)
+
+
+def trace_in(name: str) -> Trace:
+    try:
+        return read_trace(Path(name))
+    except OSError as error:
+        raise UsageError(f"{name}: {error.strerror}") from error
 
 
 def replay_answers(trace: Trace, judging: Judging, options: argparse.Namespace) -> int:
@@ -273,6 +252,38 @@ def replay_on_target(
     verdict = run.lines[-1].verdict if run.lines else None
     reporting.print_replay(trace, tuple(run.lines), verdict, name, options.json)
     return exit_code_of(verdict.rule if verdict else None)
+
+
+def show(options: argparse.Namespace) -> int:
+    from kvproof_stateful import showing
+
+    with usage_errors():
+        trace = trace_in(options.trace)
+    end = len(trace.lines) - 1
+    if end < 0:
+        raise UsageError(f"{options.trace}: a header without lines, there is nothing to show")
+    first = options.first if options.first is not None else 0
+    last = options.last if options.last is not None else end
+    if not 0 <= first <= last <= end:
+        raise UsageError(f"no lines {first} to {last}: {options.trace} has lines 0 to {end}")
+    if options.json:
+        print(json.dumps(showing.to_json(trace, first, last), indent=2))
+    else:
+        showing.print_trace(trace, options.trace, first, last, plain=options.no_color)
+    return EXIT_CLEAN
+
+
+def scenarios(options: argparse.Namespace) -> int:
+    from kvproof_stateful.scenarios import HasPool, known_outcomes, play
+
+    with usage_errors():
+        target, hello = load_target(options.target)
+        if not isinstance(target, HasPool):
+            raise UsageError(f"target {hello.name} does not offer its block pool alone (make_pool)")
+        outcomes = play(target, hello.version, known_outcomes(hello.name))
+    reporting.print_scenarios(hello, outcomes, as_json=options.json)
+    failed = any(outcome.verdict in ("violated", "stale") for outcome in outcomes)
+    return EXIT_VIOLATION if failed else EXIT_CLEAN
 
 
 def exit_code_of(rule: str | None) -> int:

@@ -14,6 +14,7 @@ from kvproof_spec.actions import (
     CompleteLoad,
     CompleteStep,
     CompleteStore,
+    Forget,
     Issue,
     Lookup,
     Release,
@@ -47,6 +48,7 @@ GOALS: dict[str, str] = {
     "row moved": "rejected drafts moved a row of a later step",
     "external beside a state": "external tokens were granted, or crashed, with a state group",
     "drained": "everything finished once nothing came any more",
+    "copy reused": "a block lost its content while another one holds the same",
     "forget refused": "forgetting everything was refused",
 }
 
@@ -144,6 +146,32 @@ class Coverage:
 
 def goals_of(before: State, action: Action, answer: Answer) -> list[str]:
     """The goals that this answer reaches."""
+    goals = _own_goals_of(before, action, answer)
+    if before.config.events and _reuses_a_copy(before, action, answer):
+        goals = [*goals, "copy reused"]
+    return goals
+
+
+def _reuses_a_copy(before: State, action: Action, answer: Answer) -> bool:
+    """Does a block lose its content, or its key, that another one has as well?"""
+    lost: set[int] = set()
+    if isinstance(action, Forget):
+        lost = set(action.blocks or ())
+    elif isinstance(answer, Granted | Scheduled):
+        own = [(action.request, answer.tables)] if isinstance(action, Allocate) else answer.tables
+        held = {request.id: request.tables for request in before.requests}
+        old = {block for tables in held.values() for table in tables for block in table}
+        new = {block for _, tables in own for table in tables for block in table}
+        lost = (new - old) | {copy.destination for copy in answer.copies or ()}
+        lost |= set(answer.unissued) if isinstance(answer, Scheduled) else set()
+    pages = dict(before.promise.items())
+    return any(
+        page == pages[block] for block in lost & pages.keys() for other, page in pages.items()
+        if other != block
+    )
+
+
+def _own_goals_of(before: State, action: Action, answer: Answer) -> list[str]:
     match action, answer:
         case Lookup(), Hit():
             return _goals_of_a_hit(before, answer.tokens)

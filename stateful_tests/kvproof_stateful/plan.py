@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from kvproof_spec.choices import KINDS, Choice, Scope
+from kvproof_spec.choices import FEATURES, KINDS, Choice, Scope
 from kvproof_spec.config import KINDS as GROUP_KINDS
 from kvproof_spec.config import Config, Group, Kind, Scheduling
 from kvproof_spec.prefix import TOKENS_ONLY, Inputs, Item
@@ -106,7 +106,50 @@ class ImpossibleConfig(ValueError):
     """What was asked for cannot be; the message says why and what can."""
 
 
-def draw_scope(rng: Random, hello: Hello, asked: Asked) -> Scope:
+def ask(hello: Hello, groups: str | None, features: str | None, num_blocks: int | None) -> Asked:
+    """What is asked for in words, as on the command line; `ImpossibleConfig` if it cannot be."""
+    parsed = parse_groups(groups) if groups else None
+    named = parse_features(features, hello) if features else None
+    if parsed:
+        require_groups(parsed, named, hello)
+    if num_blocks is not None and num_blocks < 2:
+        raise ImpossibleConfig("--blocks counts the null block: 2 is the least")
+    return Asked(groups=parsed, num_blocks=num_blocks, features=named)
+
+
+def parse_features(text: str, hello: Hello) -> frozenset[str]:
+    features = frozenset(part.strip() for part in text.split(","))
+    unknown = sorted(features - FEATURES.keys())
+    if unknown:
+        raise ImpossibleConfig(f"no feature {', '.join(unknown)}; there are: {', '.join(FEATURES)}")
+    missing = sorted(features - hello.features)
+    if missing:
+        raise ImpossibleConfig(f"target {hello.name} does not declare {', '.join(missing)}")
+    return features
+
+
+def require_groups(
+    groups: tuple[Group, ...], features: frozenset[str] | None, hello: Hello
+) -> None:
+    """The kinds of the groups are those of the features, and the target has them."""
+    kinds = frozenset[str](group.kind for group in groups)
+    named = (features or frozenset()) & frozenset(GROUP_KINDS)
+    if named and named != kinds:
+        raise ImpossibleConfig(
+            f"--groups has {', '.join(sorted(kinds))} groups, --features names "
+            f"{', '.join(sorted(named))}"
+        )
+    missing = sorted(layout_of(groups) - hello.features)
+    if missing:
+        raise ImpossibleConfig(f"target {hello.name} has no {', '.join(missing)} groups")
+
+
+DrawPrompts = Callable[[Random, int], tuple[tuple[int, ...], ...]]  # from tokens of a block
+
+
+def draw_scope(
+    rng: Random, hello: Hello, asked: Asked, draw_prompts: DrawPrompts | None = None
+) -> Scope:
     """A scope within what the target declares and the campaign asks for."""
     groups = asked.groups or rng.choice(possible_groups(hello, asked))
     features = draw_features(rng, hello, asked, groups)
@@ -114,7 +157,7 @@ def draw_scope(rng: Random, hello: Hello, asked: Asked) -> Scope:
         features -= {"partial"}  # a copy's ends are given back when its step is issued
     unit = max(group.block_size for group in groups)
     max_requests = rng.randint(2, 5) if not hello.observed else rng.randint(4, 9)
-    prompts = draw_prompts(rng, unit)
+    prompts = (draw_prompts or families_of_prompts)(rng, unit)
     partial = "partial" in features
     config = Config(
         groups=groups,
@@ -249,7 +292,7 @@ def draw_inputs(rng: Random, features: frozenset[str], unit: int) -> tuple[Input
     )
 
 
-def draw_prompts(rng: Random, unit: int) -> tuple[tuple[int, ...], ...]:
+def families_of_prompts(rng: Random, unit: int) -> tuple[tuple[int, ...], ...]:
     """A few families of prompts with common prefixes, on both sides of block borders."""
     prompts = []
     for _ in range(2):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 from rich.box import SIMPLE
 from rich.columns import Columns
@@ -21,10 +23,13 @@ from kvproof_spec.qualities import QUALITIES
 from kvproof_spec.trace import Line, Trace, Verdict
 from kvproof_stateful.campaign import Campaign, Found, Result
 from kvproof_stateful.coverage import GOALS, Coverage
-from kvproof_stateful.steps import step_lines
+from kvproof_stateful.scenarios import Outcome
+from kvproof_stateful.steps import step_lines, told_rule
 from kvproof_stateful.target import Hello
 
 HEARTBEAT_SECONDS = 5.0
+WIDE = 152
+"""Columns of a report where there is no terminal."""
 
 
 @contextmanager
@@ -74,9 +79,11 @@ def _counts(result: Result, seconds: float) -> str:
 class ReportConsole(Console):
     """Stdout as wide as the terminal, or as the widest table where there is none."""
 
-    def __init__(self) -> None:
-        width = None if sys.stdout.isatty() else 152
-        super().__init__(width=width, highlight=False, markup=False)
+    def __init__(self, width: int | None = None, *, plain: bool = False) -> None:
+        if width is None and not sys.stdout.isatty():
+            width = WIDE
+        colors: Literal["auto"] | None = None if plain else "auto"
+        super().__init__(width=width, color_system=colors, highlight=False, markup=False)
 
     def on_broken_pipe(self) -> None:
         """Leave it to the command line: rich would exit with 1, which says violation."""
@@ -111,8 +118,8 @@ def print_report(campaign: Campaign, *, as_json: bool) -> None:
 def print_violation(console: Console, campaign: Campaign, found: Found) -> None:
     verdict = found.trace.verdict
     assert verdict is not None
-    console.print(f"{found.rule}: {sentence_of(found.rule)}")
-    console.print(f"  witness: {verdict.witness}")
+    for line in told_rule(verdict):
+        console.print(line)
     if verdict.also:
         console.print(f"  also broken: {', '.join(verdict.also)}")
     console.print(
@@ -128,13 +135,6 @@ def print_violation(console: Console, campaign: Campaign, found: Found) -> None:
     if again:
         console.print(f"  {again} more runs broke it too")
     console.print()
-
-
-def sentence_of(rule_id: str) -> str:
-    for rule in RULES:
-        if rule.id == rule_id:
-            return rule.sentence
-    return "what was asked of the target has failed, or differs from the policy"
 
 
 def action_table(coverage: Coverage) -> Table:
@@ -247,7 +247,7 @@ def print_replay(
     for text in step_lines(trace.header.config, lines):
         print(text)
     if verdict is not None and verdict.rule is not None:
-        print(f"{verdict.rule}: {sentence_of(verdict.rule)}\n  witness: {verdict.witness}")
+        print("\n".join(told_rule(verdict)))
     else:
         print("no violation")
     if recorded != (verdict.rule if verdict else None):
@@ -281,3 +281,31 @@ def print_targets(rows: Sequence[tuple[str, Hello | str]], *, as_json: bool) -> 
             features = ", ".join(f for f in FEATURES if f in hello.features)
             table.add_row(name, hello.version, mode, features, ", ".join(hello.claims))
     ReportConsole().print(table)
+
+
+def print_scenarios(hello: Hello, outcomes: Sequence[Outcome], *, as_json: bool) -> None:
+    if as_json:
+        told = [outcome.to_json() for outcome in outcomes]
+        report = {"target": hello.name, "version": hello.version, "scenarios": told}
+        print(json.dumps(report, indent=2))
+        return
+    console = ReportConsole()
+    table = Table(title=f"{hello.name} {hello.version}", title_justify="left", box=SIMPLE)
+    for column in ("scenario", "what is done", "then", "verdict"):
+        table.add_column(column)
+    for outcome in outcomes:
+        verdict = " ".join(filter(None, (outcome.verdict, outcome.rule)))
+        table.add_row(outcome.scenario.name, outcome.scenario.done, outcome.scenario.holds, verdict)
+    console.print(table)
+    for outcome in outcomes:
+        if outcome.verdict != "ok":
+            print_outcome(outcome)
+    counted = Counter(outcome.verdict for outcome in outcomes)
+    console.print(", ".join(f"{count} {verdict}" for verdict, count in counted.items()))
+
+
+def print_outcome(outcome: Outcome) -> None:
+    print(f"{outcome.scenario.name}: {outcome.verdict}: {outcome.witness}")
+    print(f"  reported: {outcome.scenario.report or 'nowhere'}")
+    if outcome.link:
+        print(f"  written up: {outcome.link}")

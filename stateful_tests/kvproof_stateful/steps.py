@@ -5,7 +5,7 @@ step=7 req=R1 hit_tokens=8 scheduled=1 owned=[[4, 9, 2]] new=[[2]] free=3 ref(hi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvproof_spec.actions import (
     Allocate,
@@ -29,30 +29,37 @@ from kvproof_spec.answers import (
 )
 from kvproof_spec.config import Config
 from kvproof_spec.derived import references
+from kvproof_spec.invariants import RULES
 from kvproof_spec.judgement import Violation
 from kvproof_spec.oracle import NonsenseAnswer, Oracle
 from kvproof_spec.pages import Tables
 from kvproof_spec.state import ActionDisabled, State
-from kvproof_spec.trace import Line
+from kvproof_spec.trace import Line, Verdict
 
 
-def step_lines(config: Config, lines: Sequence[Line]) -> Iterator[str]:
-    """One text a line of the trace, following the answers as they are."""
+def followed(config: Config, lines: Iterable[Line]) -> Iterator[tuple[Line, State, State]]:
+    """Each line with the states before and after it; what cannot be followed changes nothing."""
     oracle = Oracle(config, rules=())
-    for number, line in enumerate(lines):
+    for line in lines:
         before = oracle.state
         try:
             if line.answer is not None:
                 oracle.step(line.action, line.answer)
         except (ActionDisabled, NonsenseAnswer, Violation):
             pass
+        yield line, before, oracle.state
+
+
+def step_lines(config: Config, lines: Sequence[Line]) -> Iterator[str]:
+    """One text a line of the trace, following the answers as they are."""
+    for number, (line, before, after) in enumerate(followed(config, lines)):
         request = getattr(line.action, "request", None)
         words = [f"step={before.issued}", *([] if request is None else [f"req=R{request}"])]
         try:
-            came_of_it = answered(oracle.state, line.answer)
+            came_of_it = answered(after, line.answer)
         except (AttributeError, IndexError, TypeError):  # an answer that is none
             came_of_it = f"{line.answer!r:.100}"
-        free = oracle.state.config.num_blocks - 1 - len(references(oracle.state))
+        free = config.num_blocks - 1 - len(references(after))
         words += [asked(line), *([came_of_it] if came_of_it else []), f"free={free}"]
         yield f"{number:3}  {' '.join(words)}"
 
@@ -130,3 +137,15 @@ def asked(line: Line) -> str:
 
 def shown(tables: Tables) -> list[list[int]]:
     return [list(table) for table in tables]
+
+
+def told_rule(verdict: Verdict) -> list[str]:
+    """The rule with its sentence, then the witness."""
+    return [f"{verdict.rule}: {sentence_of(verdict.rule)}", f"  witness: {verdict.witness}"]
+
+
+def sentence_of(rule_id: str | None) -> str:
+    for rule in RULES:
+        if rule.id == rule_id:
+            return rule.sentence
+    return "what was asked of the target has failed, or differs from the policy"

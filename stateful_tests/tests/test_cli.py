@@ -83,7 +83,7 @@ def traces(folder: str) -> list[Path]:
     return sorted(Path(folder).glob("*.ndjson"))
 
 
-HELP = ("", "campaign", "replay", "targets", "bench", "bench campaign")
+HELP = ("", "campaign", "replay", "show", "scenarios", "targets", "bench", "bench campaign")
 
 
 @pytest.mark.parametrize("command", HELP)
@@ -94,14 +94,14 @@ def test_every_command_explains_itself(kvproof: Kvproof, command: str) -> None:
     assert f"usage: kvproof {command}".strip() in outcome.out
 
 
-@pytest.mark.parametrize("command", ["", "campaign", "replay", "targets"])
+@pytest.mark.parametrize("command", ["", "campaign", "replay", "show", "scenarios", "targets"])
 def test_the_exit_codes_are_explained(kvproof: Kvproof, command: str) -> None:
     out = kvproof(*command.split(), "--help").out
     assert EXIT_CODES in out
     assert [line.split()[0] for line in EXIT_CODES.splitlines()[1:]] == ["0", "1", "2", "3", "130"]
 
 
-@pytest.mark.parametrize("command", ["campaign", "replay"])
+@pytest.mark.parametrize("command", ["campaign", "replay", "show", "scenarios"])
 def test_help_has_examples(kvproof: Kvproof, command: str) -> None:
     _, _, examples = kvproof(command, "--help").out.partition("examples:\n")
     assert f"  kvproof {command}" in examples

@@ -29,6 +29,7 @@ from kvproof_spec.pages import Copy, Tables
 from kvproof_spec.policies import CORRECTIONS
 from kvproof_stateful.target import Hello
 from kvproof_stateful.targets.driven import DrivenTarget, Progress
+from kvproof_stateful.targets.plain_pool import PlainPool
 
 
 class PlainTarget(DrivenTarget):
@@ -45,6 +46,9 @@ class PlainTarget(DrivenTarget):
             claims=("I1", "I2", "I3", "I4", "I5", "I6", "R1", "R2", "R3", "R4", "R5", "R6", "R7"),
             corrections=frozenset(CORRECTIONS),
         )
+
+    def make_pool(self, num_blocks: int) -> PlainPool:
+        return PlainPool(self.manager_class.block_pool_class(num_blocks))
 
     def build(self, config: Config) -> None:
         self.manager = self.manager_class(

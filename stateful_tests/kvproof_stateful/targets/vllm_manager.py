@@ -170,6 +170,11 @@ class VllmManagerTarget(DrivenTarget):
             claims=("I1", "I2", "I3", "I4", "I6", "R1", "R2", "R3", "R4", "R5", "R6", "R7"),
         )
 
+    def make_pool(self, num_blocks: int) -> Any:
+        from kvproof_stateful.targets.vllm_pool import VllmPool
+
+        return VllmPool(num_blocks)
+
     def build(self, config: Config) -> None:
         cache_config = (ClearsPages if config.clears else KVCacheConfig)(
             num_blocks=config.num_blocks,
