@@ -24,7 +24,7 @@ from kvproof_stateful.bench_manager.timed import (
     Timed,
     Variant,
 )
-from kvproof_stateful.bench_manager.workloads import Arrival, Size, Workload, unique
+from kvproof_stateful.bench_manager.workloads import Arrival, Size, Workload, stretch, unique
 
 Make = Callable[[int, Variant], Timed]
 Spent = dict[str, tuple[float, int]]  # (nanoseconds, calls) by bucket
@@ -205,7 +205,7 @@ def pool_workload(num_blocks: int) -> Workload:
     def arrivals() -> Iterator[Arrival]:
         for request in range(filling):
             yield Arrival(unique(request, tokens), 1)
-        shared = list(range(tokens // 2))
+        shared = stretch(0, tokens // 2)
         for request in range(filling, filling + 8 * 40):
             yield Arrival([*shared, *unique(request, tokens // 2)], 2)
 

@@ -18,7 +18,8 @@ TRACE = Path(__file__).resolve().parents[3] / "benchmarks" / "data" / "conversat
 """In a checkout; a wheel has no data."""
 
 PIECE = 512  # tokens that one id of the trace stands for
-UNIQUE = 1 << 40  # tokens of this number and more stand in one request only
+VOCABULARY = 1 << 17
+FILLER = tuple(range(VOCABULARY))
 
 
 class Arrival(NamedTuple):
@@ -69,14 +70,21 @@ class Size:
         return scaled if self.requests is None else max(1, min(scaled, self.requests))
 
 
-def unique(request: int, count: int) -> range:
-    """Tokens that no other request has."""
-    return range(UNIQUE + request * (1 << 20), UNIQUE + request * (1 << 20) + count)
+def stretch(number: int, count: int) -> Sequence[int]:
+    """`count` token ids that are another prefix for each number."""
+    start = number * 977 % (VOCABULARY // 2)
+    name = (number % VOCABULARY, number // VOCABULARY)
+    return (*name, *FILLER[start : start + count - 2])[:count]
+
+
+def unique(request: int, count: int) -> Sequence[int]:
+    """Tokens that no other request begins with, nor a stretch of a smaller number."""
+    return stretch((1 << 30) + request, count)
 
 
 def long_prefix(size: Size) -> Workload:
     together = size.of(64)
-    shared, own = range(28 * 1024), 4 * 1024
+    shared, own = stretch(0, 28 * 1024), 4 * 1024
 
     def arrivals() -> Iterator[Arrival]:
         for request in range(size.requests_of(640)):
@@ -101,8 +109,7 @@ def chat(size: Size) -> Workload:
     def arrivals() -> Iterator[Arrival]:
         rng = Random("chat")
         for request in range(size.requests_of(2000)):
-            system = rng.randrange(8)
-            prompt = range(system * 1000, system * 1000 + PIECE)
+            prompt = stretch(rng.randrange(8), PIECE)
             yield Arrival([*prompt, *unique(request, rng.randint(32, 512))], 64)
 
     return Workload(
@@ -187,6 +194,7 @@ def read_trace(path: Path) -> Iterator[Arrival]:
             num_input, num_output, runs = json.loads(line)
             tokens: list[int] = []
             for first, count in runs:
-                tokens += range(first * PIECE, (first + count) * PIECE)
+                for piece in range(first, first + count):
+                    tokens += stretch(piece, PIECE)
             whole = num_input - num_input % PIECE
             yield Arrival([*tokens[:whole], *unique(request, num_input - whole)], num_output)
