@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
-from typing import Self
+from typing import NamedTuple, Self
 
+from kvproof_reference.events import AllBlocksCleared, BlockRemoved, KVCacheEvent
 from kvproof_reference.free_order import FreeOrder
 from kvproof_spec.pages import normal_blocks
 
 NULL_BLOCK = 0
 
 Key = tuple[int, bytes]  # group index, digest of the prefix that ends with the block
+
+
+class Copy(NamedTuple):
+    """A page that the next step copies first; both blocks are held once for it until then."""
+
+    group: int
+    source: int
+    destination: int
 
 
 class BlockPool:
@@ -26,14 +35,20 @@ class BlockPool:
         "_free",
         "_free_order",
         "_key_length",
+        "copies",
         "enable_caching",
+        "events",
         "index",
         "keys",
         "reference_counts",
     )
 
-    def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, enable_caching: bool = True, enable_kv_cache_events: bool = False
+    ) -> None:
         self.enable_caching = enable_caching
+        self.copies: list[Copy] = []  # made and not yet taken
+        self.events: list[KVCacheEvent] | None = [] if enable_kv_cache_events else None
         self.reference_counts = [0] * num_blocks  # indexed by block id
         self.index: dict[Key, dict[int, None]] = {}  # copies of a key, oldest first
         self.keys: dict[int, tuple[Key, ...]] = {}  # only blocks that have one
@@ -85,58 +100,111 @@ class BlockPool:
             counts[block] += 1
 
     def free_blocks(self, blocks: Iterable[int]) -> None:
-        """One reference less to each block of this batch.
+        """One reference less to each block of this batch, which names a block only once.
 
         Blocks nobody refers to any more become free: those without a key in front,
         since nothing can find them, and those with a key at the end.  The batch
         keeps its order on both sides.  With caching off no block has a key.
         """
+        batch = list(blocks)
+        repeated = len(batch) - len(set(batch))
+        if repeated and repeated != batch.count(NULL_BLOCK) - 1:
+            self.refuse_double_free(batch)
+        self.give_back(batch)
+
+    def refuse_double_free(self, batch: Sequence[int]) -> None:
+        """The second reference would be somebody else's, or nobody's (vLLM #42571)."""
+        twice = next(b for b in batch if b != NULL_BLOCK and batch.count(b) > 1)
+        raise ValueError(f"block {twice} is freed twice in one batch")
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """Free a batch that may have several references to one block."""
         counts, keys = self.reference_counts, self.keys
         unhashed: list[int] = []
         hashed: list[int] = []
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
-            counts[block] -= 1
-            if counts[block] == 0:
+            count = counts[block] - 1
+            counts[block] = count
+            if count == 0:
                 (hashed if block in keys else unhashed).append(block)
         self._free_order = self._counts = None
-        free = self._free
-        for block in reversed(unhashed):
-            free.prepend(block)
-        for block in hashed:
-            free.append(block)
+        if unhashed:
+            self._free.prepend(unhashed)
+        if hashed:
+            self._free.append(hashed)
+
+    def take_copies(self) -> tuple[Copy, ...]:
+        """The copies made since the last call, those of a group together, no longer held."""
+        taken = sorted(self.copies, key=lambda made: made.group)
+        self.copies = []
+        self.give_back([block for made in taken for block in made[1:]])
+        return tuple(taken)
 
     def cached_block(self, group_index: int, digest: bytes) -> int | None:
         """The oldest copy of this prefix, if there is one."""
         copies = self.index.get((group_index, digest))
         return next(iter(copies)) if copies else None
 
-    def cache_block(self, group_index: int, digest: bytes, block: int, length: int) -> None:
+    def cache_block(self, group_index: int, digest: bytes, block: int, length: int) -> bool:
         """Make `block` findable as the end of the prefix of `length` hash blocks.
 
-        A block whose first key is of a shorter prefix loses its old keys.
+        A block whose first key is of a shorter prefix loses its old keys.  False if
+        it had this key already.
         """
         key = (group_index, digest)
         if not self.enable_caching or block in self.index.get(key, ()):
-            return
+            return False
         if self._key_length.get(block, length) < length:
-            self.evict((block,))
+            self.forget_keys(block)
         self.index.setdefault(key, {})[block] = None
         self.keys[block] = (*self.keys.get(block, ()), key)
         self._key_length.setdefault(block, length)
+        return True
+
+    def first_key(self, block: int) -> Key | None:
+        """The key that a block got when it had none."""
+        keys = self.keys.get(block)
+        return keys[0] if keys else None
+
+    def move_keys(self, source: int, destination: int) -> None:
+        """`destination`, which has no key, answers for `source` from now on."""
+        if source not in self.keys:
+            return
+        for key in self.keys[source]:
+            copies = self.index[key]
+            del copies[source]
+            copies[destination] = None
+        self.keys[destination] = self.keys.pop(source)
+        self._key_length[destination] = self._key_length.pop(source)
 
     def evict(self, blocks: Iterable[int]) -> None:
         """Forget the keys of `blocks`; who holds them, and the free order, stay as they are."""
         for block in blocks:
-            if block not in self.keys:
-                continue
-            del self._key_length[block]
-            for key in self.keys.pop(block):
-                copies = self.index[key]
-                del copies[block]
-                if not copies:
-                    del self.index[key]
+            if block in self.keys:
+                self.forget_keys(block)
+
+    def forget_keys(self, block: int) -> None:
+        """Nothing finds `block` any more; a key goes with the last block that answers for it."""
+        del self._key_length[block]
+        for key in self.keys.pop(block):
+            copies = self.index[key]
+            del copies[block]
+            if not copies:
+                del self.index[key]
+                if self.events is not None:
+                    self.announce_removed(self.events, key)
+
+    def announce_removed(self, events: list[KVCacheEvent], key: Key) -> None:
+        """Said once for each key; vLLM 0.32 says it for each block that had it (#55092)."""
+        group_index, digest = key
+        events.append(BlockRemoved((digest,), group_index))
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What was announced since the last call, in order."""
+        taken, self.events = self.events, None if self.events is None else []
+        return taken or []
 
     def reset(self) -> bool:
         """Forget every key, unless a block is held."""
@@ -145,6 +213,8 @@ class BlockPool:
         self.index.clear()
         self.keys.clear()
         self._key_length.clear()
+        if self.events is not None:
+            self.events.append(AllBlocksCleared())
         return True
 
     def clone(self) -> Self:
@@ -154,4 +224,6 @@ class BlockPool:
         twin.keys = self.keys.copy()
         twin._key_length = self._key_length.copy()
         twin._free = self._free.clone()
+        twin.copies = self.copies.copy()
+        twin.events = None if self.events is None else self.events.copy()
         return twin

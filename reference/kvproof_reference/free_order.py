@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import Self
 
@@ -39,14 +39,16 @@ class FreeOrder:
         del self._place[block]
         return block
 
-    def prepend(self, block: int) -> None:
-        self._stack.append(block)
+    def prepend(self, blocks: Sequence[int]) -> None:
+        """Put `blocks` in front of all others, the first of them first."""
+        self._stack.extend(reversed(blocks))
 
-    def append(self, block: int) -> None:
+    def append(self, blocks: Sequence[int]) -> None:
         if len(self._queue) > 2 * len(self._place) + 64:
             self._compact()
-        self._place[block] = len(self._queue)
-        self._queue.append(block)
+        start = len(self._queue)
+        self._place.update(zip(blocks, range(start, start + len(blocks)), strict=True))
+        self._queue += blocks
 
     def remove(self, block: int) -> None:
         """Take a block from anywhere; `ValueError` if it is not free."""

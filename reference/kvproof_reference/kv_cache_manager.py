@@ -10,12 +10,11 @@ blocks that a rejected draft may leave unused.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from typing import ClassVar, Self
 
-from kvproof_reference.block_pool import NULL_BLOCK, BlockPool
+from kvproof_reference.block_pool import BlockPool, Copy
 from kvproof_reference.coordinator import (
     BlockIds,
     Coordinator,
@@ -23,14 +22,20 @@ from kvproof_reference.coordinator import (
     NoCacheCoordinator,
     SingleGroupCoordinator,
 )
+from kvproof_reference.events import KVCacheEvent
 from kvproof_reference.layout import Layout
 from kvproof_reference.request import Request, hash_block
+from kvproof_reference.returns import DeferredReturns
 from kvproof_reference.single_type_manager import (
+    ChunkedLocalAttentionManager,
+    CrossAttentionManager,
     FullAttentionManager,
     SingleTypeManager,
     SlidingWindowManager,
 )
+from kvproof_reference.state_manager import StateManager
 from kvproof_spec.config import Group, Kind
+from kvproof_spec.prefix import Inputs
 
 
 class KVCacheManager:
@@ -44,6 +49,9 @@ class KVCacheManager:
     manager_classes: ClassVar[Mapping[Kind, type[SingleTypeManager]]] = {
         "full": FullAttentionManager,
         "sliding": SlidingWindowManager,
+        "chunked": ChunkedLocalAttentionManager,
+        "state": StateManager,
+        "cross": CrossAttentionManager,
     }
 
     __slots__ = ("_deferred", "_no_hits", "block_pool", "coordinator", "max_model_len")
@@ -56,25 +64,41 @@ class KVCacheManager:
         max_model_len: int,
         enable_caching: bool = True,
         max_in_flight_tokens: int = 8192,
+        partial_boundary: int | None = None,
+        enable_kv_cache_events: bool = False,
+        clears: bool = False,
     ) -> None:
-        layout = Layout(tuple(groups), max_model_len, max_in_flight_tokens)
-        self.block_pool = self.block_pool_class(num_blocks, enable_caching)
-        self.coordinator = self.coordinator_class(len(groups), enable_caching)(
-            layout, self.block_pool, self.manager_classes, self.hash_block
+        if enable_caching and not all(group.reused for group in groups):
+            raise ValueError("cross attention needs prefix caching off")
+        layout = Layout(tuple(groups), max_model_len, max_in_flight_tokens, partial_boundary)
+        self.block_pool = self.block_pool_class(num_blocks, enable_caching, enable_kv_cache_events)
+        self.coordinator = self.coordinator_class(layout, enable_caching)(
+            layout,
+            self.block_pool,
+            self.manager_classes,
+            self.hash_block,
+            self.key_inputs,
+            clears,
         )
         self.max_model_len = max_model_len
         self._no_hits: BlockIds = ((),) * len(groups)
-        self._deferred: deque[tuple[int, list[int]]] = deque()  # step, blocks in table order
+        self._deferred = DeferredReturns()
 
     @staticmethod
-    def coordinator_class(num_groups: int, enable_caching: bool) -> type[Coordinator]:
+    def coordinator_class(layout: Layout, enable_caching: bool) -> type[Coordinator]:
         if not enable_caching:
             return NoCacheCoordinator
-        return SingleGroupCoordinator if num_groups == 1 else HybridCoordinator
+        is_simple = len(layout.groups) == 1 and not layout.partial_hits
+        return SingleGroupCoordinator if is_simple else HybridCoordinator
 
     @staticmethod
     def hash_block(parent: bytes, tokens: Sequence[int]) -> bytes:
         return hash_block(parent, tokens)
+
+    @staticmethod
+    def key_inputs(inputs: Inputs) -> Inputs:
+        """What of a request's inputs, beside its tokens, enters its keys."""
+        return inputs
 
     def get_block_ids(self, request_id: int) -> BlockIds:
         return self.coordinator.block_ids(request_id)
@@ -100,6 +124,7 @@ class KVCacheManager:
         num_lookahead_tokens: int = 0,
         num_external_computed_tokens: int = 0,
         delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
         full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
     ) -> BlockIds | None:
@@ -118,17 +143,22 @@ class KVCacheManager:
         computed = min(uncapped, self.max_model_len)
         end = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
 
+        extent = (end, computed + num_new_tokens, num_encoder_tokens)
         restart = self.restart_tokens(request, uncapped, num_external_computed_tokens)
-        if full_sequence_must_fit and not self.whole_sequence_fits(request, hits, restart):
+        if full_sequence_must_fit and not self.whole_sequence_fits(
+            request, hits, restart, local, num_encoder_tokens
+        ):
             return None
         self.remove_skipped_blocks(request_id, self.processed_tokens(request, computed))
-        needed = self.coordinator.blocks_needed(request_id, end, hits, restart)
+        needed = self.coordinator.blocks_needed(request_id, extent, hits, restart, local)
         if needed + reserved_blocks > self.block_pool.get_num_free_blocks():
             return None
 
         if num_external_computed_tokens > 0 or any(hits):
-            self.coordinator.allocate_computed(request_id, hits, uncapped, restart)
-        new_blocks = self.coordinator.allocate_new(request_id, end)
+            self.coordinator.allocate_computed(
+                request_id, hits, local, uncapped, restart, delay_cache_blocks
+            )
+        new_blocks = self.coordinator.allocate_new(request_id, extent)
         if not delay_cache_blocks:
             self.cache_blocks(request, self.certain_tokens(request, computed + num_new_tokens))
         return new_blocks
@@ -143,11 +173,20 @@ class KVCacheManager:
         return min(num_computed_tokens, request.num_tokens - 1)
 
     def whole_sequence_fits(
-        self, request: Request, hits: Sequence[Sequence[int]], num_computed_tokens: int
+        self,
+        request: Request,
+        hits: Sequence[Sequence[int]],
+        num_computed_tokens: int,
+        num_local_tokens: int,
+        num_encoder_tokens: int,
     ) -> bool:
         num_tokens = min(request.num_tokens, self.max_model_len)
         needed = self.coordinator.blocks_needed_for_whole(
-            request.request_id, num_tokens, hits, num_computed_tokens
+            request.request_id,
+            (num_tokens, num_tokens, num_encoder_tokens),
+            hits,
+            num_computed_tokens,
+            num_local_tokens,
         )
         return needed <= self.block_pool.get_num_free_blocks()
 
@@ -174,31 +213,61 @@ class KVCacheManager:
         """
         self.coordinator.withdraw(request.request_id, num_issued_tokens)
 
-    def free(self, request: Request, in_use_until: int | None = None) -> None:
+    def free(
+        self, request: Request, in_use_until: int | None = None, until_stored: bool = False
+    ) -> None:
         """Release the request, be it finished or preempted.
 
-        With `in_use_until` its blocks stay referenced until that step has completed.
+        With `in_use_until` its blocks stay referenced until that step has completed, with
+        `until_stored` also until its store has.
         """
-        if in_use_until is None:
+        if in_use_until is None and not until_stored:
             self.coordinator.free(request.request_id)
-        elif blocks := self.coordinator.pop_blocks(request.request_id):
-            self._deferred.append((in_use_until, blocks))
+        else:
+            blocks = self.coordinator.pop_blocks(request.request_id)
+            self._deferred.keep(request.request_id, blocks, in_use_until, until_stored)
 
     def step_completed(self, step_id: int) -> None:
-        """Free what was in use until this step or an earlier one.
+        """Free what was in use until this step or an earlier one."""
+        self.return_deferred(self._deferred.step_completed(step_id))
 
-        A later entry waits for the ones before it, as in vLLM's queue; one release is
-        one batch, so the last group's blocks go before the first group's.
-        """
-        while self._deferred and self._deferred[0][0] <= step_id:
-            _, blocks = self._deferred.popleft()
+    def store_completed(self, request_id: int) -> None:
+        """Free what a store has read, unless a step still uses it."""
+        self.return_deferred(self._deferred.store_completed(request_id))
+
+    def return_deferred(self, releases: Iterable[Sequence[int]]) -> None:
+        """One release is one batch, so the last group's blocks go before the first group's."""
+        for blocks in releases:
             self.block_pool.free_blocks(reversed(blocks))
 
     def deferred_blocks(self) -> tuple[int, ...]:
         """Blocks whose return is deferred, once for each reference."""
-        return tuple(
-            block for _, blocks in self._deferred for block in blocks if block != NULL_BLOCK
-        )
+        return self._deferred.blocks()
+
+    def new_step_starts(self) -> None:
+        """The states of the last step are there, and may be hit."""
+        self.coordinator.new_step_starts()
+
+    @property
+    def pending_copies(self) -> tuple[Copy, ...]:
+        """The copies that the next step has to make first, the last made last."""
+        return tuple(self.block_pool.copies)
+
+    def take_block_copies(self) -> tuple[Copy, ...]:
+        """Hand the pending copies, group after group, to the next step; it holds their blocks."""
+        return self.block_pool.take_copies()
+
+    def take_new_block_ids(self) -> tuple[int, ...]:
+        """Blocks handed out since the last call, to be cleared; none where that is not done."""
+        return self.coordinator.take_new_block_ids()
+
+    def record_blocks_for_zeroing(self, request_id: int, start_token: int) -> None:
+        """Clear the request's blocks from `start_token` on: a load has left them unwritten."""
+        self.coordinator.record_blocks_for_zeroing(request_id, start_token)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What became findable or ceased to be since the last call; [] if that is not recorded."""
+        return self.block_pool.take_events()
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Make blocks unfindable; whoever holds them keeps them."""
@@ -213,5 +282,5 @@ class KVCacheManager:
         twin = copy(self)
         twin.coordinator = self.coordinator.clone()
         twin.block_pool = twin.coordinator.pool
-        twin._deferred = self._deferred.copy()
+        twin._deferred = self._deferred.clone()
         return twin

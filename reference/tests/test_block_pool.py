@@ -54,6 +54,25 @@ def test_a_block_is_free_when_its_last_reference_goes() -> None:
     assert pool.free_order() == (1, 2)
 
 
+@pytest.mark.parametrize("references", [1, 2])
+def test_a_block_freed_twice_in_one_batch_is_an_error_that_changes_nothing(references: int) -> None:
+    """It once came to stand in the free order twice, or was lost for ever (vLLM #42571)."""
+    pool = BlockPool(5)
+    pool.get_new_blocks(3)
+    pool.touch([2] * (references - 1))
+    with pytest.raises(ValueError, match="block 2 is freed twice in one batch"):
+        pool.free_blocks([3, 2, NULL_BLOCK, NULL_BLOCK, 2, 1])
+    assert pool.reference_counts == [0, 1, references, 1, 0]
+    assert pool.free_order() == (4,)
+
+
+def test_several_nulls_in_a_batch_are_no_double_free() -> None:
+    pool = BlockPool(3)
+    pool.get_new_blocks(2)
+    pool.free_blocks([NULL_BLOCK, 2, NULL_BLOCK, 1, NULL_BLOCK])
+    assert pool.free_order() == (2, 1)
+
+
 def test_a_touched_block_leaves_the_middle_of_the_free_order() -> None:
     pool = BlockPool(6)
     pool.touch([3])
@@ -98,6 +117,24 @@ def test_a_longer_prefix_takes_the_place_of_the_keys_of_a_shorter_one() -> None:
     assert list(pool.index) == list(pool.keys[1]) == [(0, b"two"), (0, b"one")]
     pool.cache_block(0, b"three", 1, 3)
     assert list(pool.index) == list(pool.keys[1]) == [(0, b"three")]
+
+
+def test_moved_keys_answer_with_the_other_block_after_those_that_answered_before() -> None:
+    pool = BlockPool(5)
+    pool.get_new_blocks(3)
+    for block in (1, 2):
+        pool.cache_block(0, b"two", block, 2)
+    pool.cache_block(0, b"one", 1, 1)
+    pool.move_keys(1, 3)
+    assert {key: list(copies) for key, copies in pool.index.items()} == {
+        (0, b"two"): [2, 3],
+        (0, b"one"): [3],
+    }
+    assert pool.keys == {2: ((0, b"two"),), 3: ((0, b"two"), (0, b"one"))}
+    pool.move_keys(1, 4)
+    assert 4 not in pool.keys
+    pool.cache_block(0, b"three", 3, 3)
+    assert pool.keys[3] == ((0, b"three"),)
 
 
 def test_eviction_takes_keys_and_leaves_references_and_order() -> None:

@@ -39,7 +39,7 @@ def test_the_boundary_may_be_below_every_group_s_longest_hit() -> None:
         )
         for group in (0, 1)
     ]
-    assert [4 * len(hits) for hits in alone] == [12, 8]
+    assert [tokens for _, tokens in alone] == [12, 8]
     assert manager.get_computed_blocks(Request(1, range(17))) == (((1,), (5,)), 4)
 
 
@@ -66,6 +66,20 @@ def test_a_prompt_s_end_is_a_further_key_of_the_block_it_ends_in() -> None:
     manager.evict_blocks([2])
     manager.cache_blocks(request, 16)
     assert list(manager.block_pool.keys[2]) == [(0, end)]
+
+
+def test_three_groups_of_three_block_sizes_meet_too() -> None:
+    manager = filled(30, 26, Group("full", 8), Group("sliding", 4, 5), Group("sliding", 2, 3))
+    hits, tokens = manager.get_computed_blocks(Request(1, range(25)))
+    assert tokens == 24
+    assert hits == ((1, 2, 3), (0, 0, 0, 0, 0, 10), (0,) * 11 + (23,))
+
+
+def test_groups_that_are_alike_are_looked_up_as_one() -> None:
+    window = Group("sliding", 4, 9)
+    manager = filled(30, 16, window, window, Group("full", 4))
+    manager.evict_blocks([4, 6])  # one window's block up to 16, the other's up to 8
+    assert manager.get_computed_blocks(Request(1, range(17))) == (((1,), (5,), (9,)), 4)
 
 
 def test_groups_share_one_pool_and_one_capacity() -> None:

@@ -60,5 +60,44 @@ def costs(num_blocks: int) -> dict[str, int]:
     return {name: lines_executed(operation) for name, operation in operations.items()}
 
 
+def costs_with_states(num_blocks: int) -> dict[str, int]:
+    manager = KVCacheManager(
+        [Group("full", 4), Group("state", 4)],
+        num_blocks,
+        max_model_len=256,
+        partial_boundary=2,
+        enable_kv_cache_events=True,
+        clears=True,
+    )
+    request, other = Request(0, range(7)), Request(1, range(9))
+
+    def produce() -> None:
+        assert manager.allocate_slots(request, 6)
+        request.num_computed_tokens = 6
+        assert manager.allocate_slots(request, 1)
+
+    def adopt() -> None:
+        manager.new_step_starts()
+        hits, tokens = manager.get_computed_blocks(other)
+        assert tokens == 6
+        assert manager.allocate_slots(other, 3, tokens, hits)
+
+    def release_stored() -> None:
+        manager.free(other, in_use_until=1, until_stored=True)
+        manager.step_completed(1)
+        manager.store_completed(1)
+
+    operations = {
+        "produce": produce,
+        "hit": adopt,
+        "copy": manager.take_block_copies,
+        "clear": manager.take_new_block_ids,
+        "stored free": release_stored,
+        "events": manager.take_events,
+    }
+    return {name: lines_executed(operation) for name, operation in operations.items()}
+
+
 def test_no_operation_scans_the_pool() -> None:
     assert costs(40) == costs(4000)
+    assert costs_with_states(40) == costs_with_states(4000)

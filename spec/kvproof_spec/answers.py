@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from kvproof_spec.pages import Tables
+from kvproof_spec.pages import Copy, Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,11 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The request's tables after, and, where shown, the ids sent to the worker."""
+    """The request's tables after, the copies made, and, where shown, the ids sent on."""
 
     tables: Tables
     new: Tables | None = None
+    copies: tuple[Copy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,28 @@ class SentRow:
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """The worker's rows of this step, where the target has a worker."""
+    """What the worker got with this step, as far as the target shows it.
+
+    `copies` are made and the pages `cleared` are zeroed before the rows are computed.
+    """
 
     rows: tuple[SentRow, ...] | None = None
+    copies: tuple[Copy, ...] | None = None
+    cleared: tuple[int, ...] | None = None  # block ids
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A target's own metrics: blocks in use now, and since its start what it has counted.
+
+    `queried` are the known tokens of requests when they were admitted, `hit` those of them
+    that its own cache had.
+    """
+
+    used_blocks: int
+    queried: int
+    hit: int
+    preemptions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +83,13 @@ class Returned:
     """Where shown, what the target still keeps, and how far it counts its requests.
 
     `deferred`: blocks that requests which have left keep for steps in flight, one entry a
-    reference.  `computed`: (request, computed tokens) of a target that schedules itself.
+    reference.  `computed`: (request, computed tokens) of a target that schedules itself,
+    and `numbers` what it reports of itself.
     """
 
     deferred: tuple[int, ...] | None = None
     computed: tuple[tuple[int, int], ...] | None = None
+    numbers: Numbers | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +111,8 @@ class ScheduledRow:
     """One request's part of a step that the target's own scheduler made.
 
     It covers positions `start` to `start + tokens - 1`.  `admitted`: the request was
-    waiting before, and `start` is its hit.  `worker` is the worker's row.
+    waiting before, and `start` is its hit with `external` tokens that come with the step.
+    `worker` is the worker's row.
     """
 
     request: int
@@ -97,6 +121,16 @@ class ScheduledRow:
     admitted: bool
     samples: bool
     worker: Tables
+    external: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledLoad:
+    """An unordered load that the target's scheduler began, from `hit` tokens on."""
+
+    request: int
+    hit: int
+    external: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +139,7 @@ class Scheduled:
 
     `rows` stand in the order in which they were admitted; `tables` are those of all its
     requests after the call.  `unissued` are blocks that it handed out to a request and took
-    back in the same call, by preempting it.
+    back in the same call, by preempting it.  `loads` began in this call, before the rows.
     """
 
     rows: tuple[ScheduledRow, ...]
@@ -113,18 +147,24 @@ class Scheduled:
     tables: tuple[tuple[int, Tables], ...]
     deferred: tuple[int, ...] = ()
     unissued: tuple[int, ...] = ()
+    loads: tuple[ScheduledLoad, ...] = ()
+    copies: tuple[Copy, ...] | None = None
+    cleared: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Updated:
     """What the target did with a returned step: the answer to CompleteStep.
 
-    `finished` are the requests it ended; `computed` (request, tokens) as it counts them.
+    `finished` are the requests it ended, `stored` those of them whose blocks a store now
+    reads; `computed` (request, tokens) as it counts them.
     """
 
     finished: tuple[int, ...]
     computed: tuple[tuple[int, int], ...]
     deferred: tuple[int, ...] = ()
+    stored: tuple[int, ...] = ()
+    numbers: Numbers | None = None
 
 
 Answer = (
@@ -143,11 +183,25 @@ Answer = (
 
 
 @dataclass(frozen=True, slots=True)
+class Event:
+    """A target's announcement about its index: keys of a group that a lookup now finds, or not.
+
+    `parent` is the key before the first of those stored.  Everything is gone with `cleared`.
+    """
+
+    what: Literal["stored", "removed", "cleared"]
+    group: int = 0
+    keys: tuple[str, ...] = ()
+    parent: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """What a target shows of itself between two actions; `None` is what it does not show.
 
     `keys` is the index, sorted, without the names of the keys: (group, the copies in
-    the order in which lookups return them).
+    the order in which lookups return them).  `findable` are its keys by name, and `events`
+    those since the last snapshot.
     """
 
     free_order: tuple[int, ...]  # block ids, next to be handed out first
@@ -156,3 +210,5 @@ class Snapshot:
     reference_counts: tuple[int, ...] | None = None  # indexed by block id
     tables: tuple[tuple[int, Tables], ...] | None = None  # (request, tables), by request
     keys: tuple[tuple[int, tuple[int, ...]], ...] | None = None
+    findable: tuple[tuple[int, str], ...] | None = None
+    events: tuple[Event, ...] = ()

@@ -18,28 +18,51 @@ from kvproof_spec.actions import (
     Allocate,
     CompleteLoad,
     CompleteStep,
+    CompleteStore,
     Forget,
     Issue,
     Lookup,
     Output,
     Publish,
     Release,
+    Store,
     Submit,
     Trim,
 )
 from kvproof_spec.config import Config
-from kvproof_spec.derived import has_stale_rows, rows_in_flight, unissued_cells
-from kvproof_spec.prefix import Symbol
+from kvproof_spec.derived import (
+    has_stale_rows,
+    is_stored,
+    outstanding_tokens,
+    processed_tokens,
+    rows_in_flight,
+    unissued_cells,
+)
+from kvproof_spec.prefix import TOKENS_ONLY, Inputs, Symbol
 from kvproof_spec.state import Request, Row, State
 
 FEATURES: dict[str, str] = {
     "full": "full attention groups",
     "sliding": "sliding window groups",
+    "chunked": "chunked local attention groups",
+    "state": "state groups (Mamba and its like)",
+    "cross": "cross attention groups",
+    "mixed": "groups of different block sizes",
     "uncached": "prefix caching off",
     "lookahead": "slots reserved ahead, and draft tokens that may be rejected",
+    "drafter": "groups whose cells also depend on the token that follows",
     "external": "tokens from elsewhere, by ordered and unordered loads",
+    "partial": "hits that end inside a block, taken by copy",
+    "lora": "prefixes of different adapters",
+    "lora version": "an adapter of the same name loaded again with other weights",
+    "multimodal": "prefixes with multimodal items",
+    "embeds": "prefixes with prompt embeddings",
+    "salt": "prefixes of different cache salts",
     "preempt": "a running request loses its blocks and starts again",
     "abort": "a request leaves at any time",
+    "abort loading": "a request leaves while its unordered load is under way",
+    "store": "outbound stores, which read a request's blocks until they end",
+    "clear": "pages are zeroed when they are handed out",
     "unissued": "a request leaves between its allocation and the issue of its step",
     "forget": "blocks, or everything, lose findability",
     "trim": "blocks left of the window are given back between allocations",
@@ -55,7 +78,9 @@ class Scope:
 
     `prompts` are symbols to submit; `samples` the symbols a step may return.  `chunk`
     limits the new tokens of one allocation, `max_request_tokens` those of one request.
-    `priorities` and `max_sampled` (tokens) are for targets that schedule themselves.
+    `inputs` are what else may decide a prompt's content, `encoder_tokens` what its encoder
+    gives.  `priorities`, `max_sampled` (tokens) and `transfers` (tokens that a connector has,
+    brought by an unordered load, stored at the end) are for targets that schedule themselves.
     """
 
     config: Config
@@ -69,6 +94,9 @@ class Scope:
     headroom: int = 1  # blocks kept free, at most
     priorities: tuple[int, ...] = (0,)
     max_sampled: tuple[int | None, ...] = (None,)
+    inputs: tuple[Inputs, ...] = (TOKENS_ONLY,)
+    encoder_tokens: tuple[int, ...] = (0,)
+    transfers: tuple[tuple[int, bool, bool], ...] = ((0, False, False),)
 
     @property
     def steps_in_flight(self) -> int:
@@ -118,6 +146,8 @@ KINDS: tuple[str, ...] = (
     "issue",
     "complete step",
     "complete load",
+    "store",
+    "complete store",
     "publish",
     "trim",
     "finish",
@@ -134,8 +164,11 @@ def choices(state: State, scope: Scope) -> list[Choice]:
     """The actions that an engine may ask for in this state, within the scope."""
     found: list[Choice] = []
     if len(state.requests) < scope.max_requests:
-        domains = (scope.prompts, scope.priorities, scope.max_sampled)
-        found.append(Choice("submit", 0, partial(Submit, state.submitted), domains))
+        domains = (
+            scope.prompts, scope.priorities, scope.max_sampled, scope.inputs, scope.encoder_tokens,
+            scope.transfers,
+        )  # fmt: skip
+        found.append(Choice("submit", 0, partial(_submit, state.submitted), domains))
     if state.config.scheduling is not None:
         return found + _around_a_scheduler(state, scope)
     if state.hit is not None:
@@ -143,17 +176,31 @@ def choices(state: State, scope: Scope) -> list[Choice]:
     for request in state.requests:
         rows = rows_in_flight(state, request) if state.steps else []
         if request.status == "running":
-            found += _while_running(scope, request, rows)
+            found += _while_running(state, scope, request, rows)
         elif request.status == "loading":
             found.append(_load_returns(state, request))
         elif not has_stale_rows(state, request):
             found.append(_plain("lookup", Lookup, request.id))
-        if request.status != "loading" and (not rows or "async" in scope.features):
+        if not rows or "async" in scope.features:
             found += _leaving(state, scope, request)
+    found += _transfers(state)
     found += _steps(state, scope, any(request.scheduled for request in state.requests))
     if "forget" in scope.features:
         found += _forgets(state.config.num_blocks)
     return found
+
+
+def _submit(
+    request: int,
+    prompt: tuple[Symbol, ...],
+    priority: int,
+    max_tokens: int | None,
+    inputs: Inputs,
+    encoder_tokens: int,
+    transfers: tuple[int, bool, bool],
+) -> Submit:
+    inputs = inputs.within(len(prompt))
+    return Submit(request, prompt, priority, max_tokens, inputs, encoder_tokens, *transfers)
 
 
 @lru_cache(maxsize=64)
@@ -177,11 +224,21 @@ def _steps(state: State, scope: Scope, to_issue: bool) -> list[Choice]:
 
 
 def _around_a_scheduler(state: State, scope: Scope) -> list[Choice]:
-    """What is asked of a target that schedules itself: steps, their results, and aborts."""
-    found = _steps(state, scope, bool(state.requests))
-    if "abort" in scope.features:
-        for request in state.requests:
-            found.append(Choice("abort", request.id, partial(Release, request.id, "abort")))
+    """What is asked of a target that schedules itself: steps, their results, and aborts.
+
+    It learns that a transfer has ended from the next step that returns.
+    """
+    found = _steps(state, scope, bool(state.requests or state.transfers or state.deferred))
+    if state.steps:
+        found += _transfers(state)
+    for request in state.requests:
+        loading = request.status == "loading"
+        if loading and state.steps:
+            end = request.load[1] if request.load else 0
+            load = partial(CompleteLoad, request.id)
+            found.append(Choice("complete load", request.id, load, ((end,),)))
+        if "abort loading" in scope.features if loading else "abort" in scope.features:
+            found.append(_plain("abort", Release, request.id, "abort"))
     return found
 
 
@@ -192,27 +249,66 @@ def _counts(most: int) -> range:
 
 def _admissions(state: State, scope: Scope, request: Request) -> list[Choice]:
     assert state.hit is not None
-    rest = request.known - state.hit.tokens
-    if rest < 1:
+    start, states = state.hit.tokens, has_states(state.config)
+    rest = request.known - start
+    if rest < 1 or is_stored(state, request.id):
         return []
     extras: tuple[Sequence[Any], ...] = (
         range(scope.headroom + 1),
-        (False, True),
+        (False,) if states else (False, True),
         scope.lookaheads,
     )
     admit = partial(_admit, request.id)
-    news = _counts(min(rest, scope.chunk))
-    found = [Choice("admit", request.id, admit, (news, *extras))]
-    if "external" in scope.features:
-        unit = state.config.boundary
-        externals, loads = range(unit, rest, unit), range(unit, rest + 1, unit)
+    news = chunks(state.config, request, start, min(rest, scope.chunk))
+    found = [Choice("admit", request.id, admit, (news, *extras))] if news else []
+    unit = state.config.common_block
+    if "external" in scope.features and start % unit == 0:
+        externals, loads = range(unit, rest, unit), range(unit, rest + (not states), unit)
         if externals:
-            news = _counts(min(rest - unit, scope.chunk))
-            build = partial(_admit_external, request.id, rest)
-            found.append(Choice("admit external", request.id, build, (news, *extras, externals)))
-        if loads:
-            found.append(Choice("load", request.id, admit, ((0,), *extras, loads)))
+            counts = [
+                chunks(state.config, request, start + external, min(rest - external, scope.chunk))
+                for external in externals
+            ]
+            pairs = [(new, e) for e, some in zip(externals, counts, strict=True) for new in some]
+            build = partial(_admit_external, request.id)
+            found += [Choice("admit external", request.id, build, (pairs, *extras))] * bool(pairs)
+        if loads and not _clears_what_has_left(state):
+            of_a_load = (*extras[:2], (0,), loads)  # engines reserve ahead once it has arrived
+            found.append(Choice("load", request.id, admit, ((0,), *of_a_load)))
     return found
+
+
+def _clears_what_has_left(state: State) -> bool:
+    """Will the next step clear a block that is free by now?  (An unordered load might get it.)"""
+    held = {block for r in state.requests for table in r.tables for block in table}
+    return not held.issuperset(state.uncleared)
+
+
+def has_states(config: Config) -> bool:
+    return any(group.kind == "state" for group in config.groups)
+
+
+def chunks(config: Config, request: Request, start: int, most: int) -> Sequence[int]:
+    """How many tokens the next step of a request at `start` may compute, most first.
+
+    Where a state is to be saved, a step over known tokens has to end: at each block's end,
+    and at the last boundary of the prompt.  (vLLM 0.32: `_mamba_block_aligned_split`.)
+    """
+    known_end = max(request.prompt_tokens, request.known - 1)
+    if not has_states(config) or start >= known_end:
+        return _counts(most)
+    block = max(group.block_size for group in config.groups if group.kind == "state")
+    last = (request.known - 1) // block * block
+    stops = [last, *([(start // block + 1) * block] if start % block else [])]
+    if config.partial_boundary:
+        tail = (request.prompt_tokens - 1) // config.boundary * config.boundary
+        stops += [tail] if last < tail < request.prompt_tokens else []
+    first_stop = min([stop for stop in stops if stop > start], default=start + most)
+    return tuple(
+        new
+        for new in _counts(min(most, first_stop - start))
+        if start + new >= known_end or start + new in stops or (start + new) % block == 0
+    )
 
 
 def _admit(
@@ -222,33 +318,42 @@ def _admit(
 
 
 def _admit_external(
-    request: int, rest: int, new: int, headroom: int, whole: bool, lookahead: int, external: int
+    request: int, counts: tuple[int, int], headroom: int, whole: bool, lookahead: int
 ) -> Action:
-    """No more new tokens than the external ones leave."""
-    return _admit(request, min(new, rest - external), headroom, whole, lookahead, external)
+    """`counts`: new and external tokens."""
+    new, external = counts
+    return _admit(request, new, headroom, whole, lookahead, external)
 
 
-def _while_running(scope: Scope, request: Request, rows: Sequence[Row]) -> list[Choice]:
-    found = [] if request.scheduled else _allocations(scope, request, rows)
+def _while_running(
+    state: State, scope: Scope, request: Request, rows: Sequence[Row]
+) -> list[Choice]:
+    stored = is_stored(state, request.id)
+    found = [] if request.scheduled or stored else _allocations(state, scope, request, rows)
     certain = min(request.computed, request.known)
-    if certain > 0 and "publish" in scope.features:
+    if "store" in scope.features and processed_tokens(state, request) >= state.config.common_block:
+        store = _plain("store", Store, request.id)
+        found += [] if stored or request.scheduled else [store]
+    ahead = bool(request.scheduled) and has_states(state.config)  # published when granted
+    if certain > 0 and "publish" in scope.features and not ahead:
         domains = ((certain,),)
         found.append(Choice("publish", request.id, partial(Publish, request.id), domains))
-    if "trim" in scope.features:
+    if "trim" in scope.features and not stored:
         found.append(_plain("trim", Trim, request.id))
     return found
 
 
-def _allocations(scope: Scope, request: Request, rows: Sequence[Row]) -> list[Choice]:
-    """The next tokens of a running request: with drafts only when the last token is known."""
-    to_come = request.known + sum(row.samples for row in rows)
+def _allocations(state: State, scope: Scope, request: Request, rows: Sequence[Row]) -> list[Choice]:
+    """The next tokens of a running request: with drafts only after the last token to come."""
+    to_come = request.known + outstanding_tokens(state, request)
     to_compute = to_come - request.computed
-    waits = rows and ("async" not in scope.features or any(row.drafts for row in rows))
+    waits = rows and "async" not in scope.features
     if waits or to_compute < 1 or to_come >= scope.max_request_tokens:
         return []
-    most = min(to_compute, scope.chunk)
-    found = [_extension(request.id, most, scope.headroom, scope.lookaheads)]
-    if "lookahead" in scope.features and to_compute == 1 and not rows:
+    states = has_states(state.config)
+    news = chunks(state.config, request, request.computed, min(to_compute, scope.chunk))
+    found = [_extension(request.id, news, scope.headroom, scope.lookaheads)] if news else []
+    if "lookahead" in scope.features and to_compute == 1 and not states:
         counts = range(1, scope.lookahead + 1)
         drafts = (counts, scope.samples, scope.lookaheads)
         found.append(Choice("draft", request.id, partial(_draft, request.id), drafts))
@@ -256,8 +361,10 @@ def _allocations(scope: Scope, request: Request, rows: Sequence[Row]) -> list[Ch
 
 
 @lru_cache(maxsize=4096)
-def _extension(request: int, most: int, headroom: int, lookaheads: Sequence[int]) -> Choice:
-    domains = (_counts(most), range(headroom + 1), lookaheads)
+def _extension(
+    request: int, news: Sequence[int], headroom: int, lookaheads: Sequence[int]
+) -> Choice:
+    domains = (news, range(headroom + 1), lookaheads)
     return Choice("extend", request, partial(_extend, request), domains)
 
 
@@ -271,6 +378,9 @@ def _draft(request: int, count: int, symbol: Symbol, lookahead: int) -> Action:
 
 def _leaving(state: State, scope: Scope, request: Request) -> list[Choice]:
     features = scope.features
+    if request.status == "loading":
+        leaves = "abort loading" in features
+        return [_plain("abort", Release, request.id, "abort")] if leaves else []
     if request.scheduled:
         if "unissued" not in features or relied_upon(state, request):
             return []
@@ -299,11 +409,23 @@ def relied_upon(state: State, request: Request) -> bool:
     return any(own.intersection(table) for other in others for table in other.tables)
 
 
+def _transfers(state: State) -> list[Choice]:
+    """The ends of stores, and of loads whose requests have left."""
+    found = []
+    for transfer in state.transfers:
+        if transfer.inbound:
+            load = partial(CompleteLoad, transfer.request)
+            found.append(Choice("complete load", transfer.request, load, ((0,),)))
+        else:
+            found.append(_plain("complete store", CompleteStore, transfer.request))
+    return found
+
+
 def _load_returns(state: State, request: Request) -> Choice:
     first, end = request.load or (0, 0)
     half_way: tuple[int, ...] = ()
-    if all(group.kind == "full" for group in state.config.groups):
-        unit = state.config.boundary
+    if all(group.kind == "full" for group in state.config.reused):
+        unit = state.config.common_block
         half_way = tuple(range(max(first, unit), end, unit))
     delivered = (end, 0, *half_way)
     return Choice("complete load", request.id, partial(CompleteLoad, request.id), (delivered,))

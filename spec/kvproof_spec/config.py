@@ -19,6 +19,7 @@ that a step has passed over are null.  Cross attention takes no part in prefix r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Literal
@@ -95,12 +96,34 @@ class Group:
         return self.first_needed(processed) // self.block_size
 
     def read(self, start: int, end: int) -> range:
-        """Positions that a step over `start` to `end - 1` reads, or (`end` = `start`) a hit."""
-        return range(self.first_needed(start), start if self.kind == "state" else end)
+        """Positions of its own that a step over `start` to `end - 1` reads.
+
+        With `end` = `start`: what a hit of `start` tokens needs.
+        """
+        match self.kind:
+            case "cross":
+                return range(0)
+            case "state":
+                return range(self.first_needed(start), min(start, end))
+            case _:
+                return range(self.first_needed(start), end)
 
     def written(self, first: int, end: int) -> range:
         """Positions that computing `first` to `end - 1` leaves something at."""
-        return range(max(first, end - 1) if self.kind == "state" else first, end)
+        match self.kind:
+            case "cross":
+                return range(0)
+            case "state":
+                return range(max(first, end - 1), end)
+            case _:
+                return range(first, end)
+
+    def entries(self, start: int, end: int) -> Sequence[int]:
+        """Table entries that a step over `start` to `end - 1` reads or writes."""
+        if self.kind == "state":
+            ends = [tokens - 1 for tokens in (start, end) if tokens]
+            return sorted({position // self.block_size for position in ends})
+        return range(self.first_needed_block(start), self.blocks_for(end))
 
     def most_blocks(self, in_flight: int, max_model_len: int) -> int:
         """Blocks that a request can need at once with `in_flight` tokens in steps."""
@@ -118,6 +141,8 @@ class Scheduling:
     `long_prefill_token_threshold` limits one request's tokens of a step (0: no limit).
     `whole_sequence_check`: a request is admitted only if all its known tokens fit.
     Sampling `stop_token` ends a request, perhaps with its next step in flight.
+    `patience`: steps after which every request must have finished, once no more arrive and
+    none is aborted (0: for ever).
     """
 
     policy: Literal["fcfs", "priority"] = "fcfs"
@@ -127,6 +152,7 @@ class Scheduling:
     long_prefill_token_threshold: int = 0
     whole_sequence_check: bool = True
     stop_token: int | None = None
+    patience: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +165,8 @@ class Config:
     are ordered among themselves (`stream`) or not (`strict`).  `worker`: rows are sent to a
     worker, and shown.  With `scheduling` the target runs its own scheduler.  Hits may end
     inside blocks, at multiples of `partial_boundary` tokens, if there is one.  `clears`:
-    the worker zeroes every page that is handed out, with the next step.
+    the worker zeroes every page that is handed out, with the next step.  `events`: the
+    target announces what becomes findable, and what no longer is.
     """
 
     groups: tuple[Group, ...]
@@ -153,6 +180,7 @@ class Config:
     scheduling: Scheduling | None = None
     partial_boundary: int | None = None
     clears: bool = False
+    events: bool = False
 
     def __post_init__(self) -> None:
         if not self.groups:

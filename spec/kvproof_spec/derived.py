@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from kvproof_spec.pages import NULL_BLOCK, Cell, Tables, cells, needed_cells
-from kvproof_spec.state import Request, Row, State
+from kvproof_spec.state import Request, Row, State, Transfer
 
 
 def references(state: State) -> dict[int, int]:
-    """How often each held block is: table entries and deferred returns."""
+    """How often each held block is: table entries, deferred returns, and copies to be made."""
     held: dict[int, int] = {}
     for block in state.deferred:
         held[block] = held.get(block, 0) + 1
+    for copy in state.copies:
+        for block in (copy.source, copy.destination):
+            held[block] = held.get(block, 0) + 1
     for request in state.requests:
         for table in request.tables:
             for block in table:
@@ -29,6 +32,8 @@ def used_by_operations(state: State) -> set[int]:
         if request.status == "loading" and request.load is not None:
             first, end = request.load
             used.update(blocks_between(state, request.tables, first, end))
+    for transfer in state.transfers:
+        used.update(cell[0] for cell in transfer.cells)
     return used
 
 
@@ -77,18 +82,34 @@ def has_stale_rows(state: State, request: Request) -> bool:
     )
 
 
+def transfer_of(state: State, request_id: int, *, inbound: bool) -> Transfer | None:
+    """The transfer under way that a request began; inbound ones only once it has left."""
+    for transfer in state.transfers:
+        if transfer.request == request_id and transfer.inbound is inbound:
+            return transfer
+    return None
+
+
+def is_stored(state: State, request_id: int) -> bool:
+    """Is a store of the request under way?"""
+    return transfer_of(state, request_id, inbound=False) is not None
+
+
 def processed_tokens(state: State, request: Request) -> int:
     """Tokens whose step has finished."""
     return request.computed - tokens_in_flight(state, request)
 
 
 def outstanding_tokens(state: State, request: Request) -> int:
-    """Tokens being sampled by steps in flight of the present admission."""
-    return sum([row.samples for row in rows_in_flight(state, request)])
+    """Tokens to come from steps in flight of the present admission, drafts all accepted."""
+    return sum([1 + len(row.drafts) for row in rows_in_flight(state, request) if row.samples])
 
 
 def unissued_cells(state: State, request: Request) -> list[Cell]:
     """Cells of the positions that were granted to the request and not issued."""
-    first = request.load[0] if request.load else request.computed
-    end = request.computed + request.scheduled if request.scheduled else 0
-    return list(cells(state.config.groups, request.tables, first, end))
+    if not request.scheduled:
+        return []
+    groups, tables = state.config.groups, request.tables
+    end = request.computed + request.scheduled
+    loaded = cells(groups, tables, *request.load) if request.load else ()
+    return [*loaded, *cells(groups, tables, request.computed, end)]

@@ -9,15 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvproof_spec.actions import Issue, Lookup, Trim
-from kvproof_spec.answers import Granted, Hit, Issued, Raised, Refused, Returned
+from kvproof_spec.actions import (
+    Allocate,
+    CompleteStep,
+    CompleteStore,
+    Issue,
+    Lookup,
+    Trim,
+    before_forward,
+)
+from kvproof_spec.answers import Granted, Hit, Issued, Numbers, Raised, Refused, Returned
 from kvproof_spec.derived import (
     has_stale_rows,
     needed_in_flight,
     processed_tokens,
+    transfer_of,
 )
 from kvproof_spec.judgement import Expected, Observed, Rule, rule
-from kvproof_spec.pages import NULL_BLOCK, Tables, needed_cells, only_returned, read_page
+from kvproof_spec.pages import (
+    NULL_BLOCK,
+    Tables,
+    cells,
+    encoder_cells,
+    needed_cells,
+    only_returned,
+    read_page,
+)
 
 
 @rule("grant", "snapshot")
@@ -67,50 +84,85 @@ def _counts_equal_references(expected: Expected, observed: Observed) -> Iterator
             yield f"block {block} is counted {counts[block]}, held {held.get(block, 0)} times"
 
 
-@rule("hit", "reads")
+@rule("hit", "reads", "cleared")
 def content_is_what_was_asked_for(expected: Expected, observed: Observed) -> Iterator[str]:
     """I2: a hit equals the promise, and an executed read memory, at every needed position."""
-    if isinstance(expected.action, Lookup):
-        for cell in expected.broken_promises:
-            if cell not in expected.optimistic_cells:
-                yield expected.broken(cell)
-        return
+    match expected.action:
+        case Lookup():
+            for cell in expected.broken_promises:
+                if cell not in expected.optimistic_cells:
+                    yield expected.broken(cell)
+        case CompleteStep():
+            yield from _wrong_reads(expected)
+        case CompleteStore(request=request):
+            store = transfer_of(expected.before, request, inbound=False)
+            for block, group, offset, content in store.cells if store else ():
+                found = read_page(expected.before.memory, block, group, offset)
+                if found is not content:
+                    yield f"request {request}'s store read {found} for {content} in block {block}"
+        case Issue() if isinstance(observed.answer, Issued) and observed.answer.cleared is not None:
+            tables = [table for row in expected.after.steps[-1].rows for table in row.tables]
+            needed = {block for table in tables for block in table}
+            if left := needed.intersection(expected.before.uncleared) - {*observed.answer.cleared}:
+                yield f"blocks {sorted(left)} were handed out for this step and are not cleared"
+
+
+def _wrong_reads(expected: Expected) -> Iterator[str]:
+    """Attention reads after all writes of its step, a state before them."""
+    states = any(group.kind == "state" for group in expected.groups)
+    found_before = before_forward(expected.before).pages() if states else expected.after.memory
+    pages = [
+        found_before if group.kind == "state" else expected.after.memory
+        for group in expected.groups
+    ]
     for row in expected.before.steps[0].rows:
         wanted = row.computes()
         for block, group, offset, position in needed_cells(
             expected.groups, row.tables, row.start, row.end
         ):
-            found = read_page(expected.after.memory, block, group, offset)
+            found = read_page(pages[group], block, group, offset)
             if found is not wanted[position]:
                 where = f"block {block}, group {group}, position {position}"
                 yield f"request {row.request} read {found} for {wanted[position]} in {where}"
+        for block, group, offset, position in encoder_cells(
+            expected.groups, row.tables, len(row.encoder)
+        ):
+            if read_page(expected.after.memory, block, group, offset) is not row.encoder[position]:
+                where = f"block {block}, group {group}, encoder position {position}"
+                yield f"request {row.request} did not read its encoder's in {where}"
 
 
-@rule("hit", "grant", "step")
+@rule("hit", "grant", "step", "reads")
 def computed_means_recoverable(expected: Expected, observed: Observed) -> Iterator[str]:
     """I3: each group has a block at every position that a hit, an admission or a step needs."""
     hit = expected.after.hit
     if isinstance(expected.action, Lookup) and hit is not None:
         yield from _holes(expected, hit.tables, hit.tokens, hit.tokens, f"a hit of {hit.tokens}")
     elif isinstance(observed.answer, Granted):
-        ends = expected.segments
+        ends, tables = expected.segments, observed.answer.tables
         name = f"a request that goes on at {ends.restart} of {ends.target}"
-        yield from _holes(expected, observed.answer.tables, ends.restart, ends.target, name)
-    elif isinstance(expected.action, Issue):
-        for row in expected.after.steps[-1].rows:
+        encoder = len(expected.request.encoder)
+        yield from _holes(expected, tables, ends.restart, ends.target, name, encoder)
+    elif isinstance(expected.action, Issue | CompleteStep):
+        issued = isinstance(expected.action, Issue)
+        for row in expected.after.steps[-1].rows if issued else expected.before.steps[0].rows:
             name = f"request {row.request}'s step over {row.start} to {row.end}"
-            yield from _holes(expected, expected.tables(row), row.start, row.end, name)
+            tables = expected.tables(row) if issued else row.tables
+            yield from _holes(expected, tables, row.start, row.end, name, len(row.encoder))
 
 
-def _holes(expected: Expected, tables: Tables, start: int, end: int, name: str) -> Iterator[str]:
+def _holes(
+    expected: Expected, tables: Tables, start: int, end: int, name: str, encoder: int = 0
+) -> Iterator[str]:
     for group_id, group in enumerate(expected.groups):
         table = tables[group_id]
-        for index in range(group.first_needed_block(start), group.blocks_for(end)):
-            if index >= len(table) or table[index] == NULL_BLOCK:
-                yield f"{name} tokens has no block at entry {index} of group {group_id}: {table}"
+        needed = group.entries(start, end) if group.reused else range(group.blocks_for(encoder))
+        if needed and (needed[-1] >= len(table) or NULL_BLOCK in [table[i] for i in needed]):
+            missing = [i for i in needed if i >= len(table) or table[i] == NULL_BLOCK]
+            yield f"{name} tokens has no block at entries {missing} of group {group_id}: {table}"
 
 
-@rule("grant", "kept", "snapshot")
+@rule("grant", "kept", "snapshot", "cleared")
 def nothing_in_use_is_handed_out(expected: Expected, observed: Observed) -> Iterator[str]:
     """I4: an unordered operation keeps its blocks, and gets none that a step still needs."""
     if isinstance(observed.answer, Granted):
@@ -121,8 +173,11 @@ def nothing_in_use_is_handed_out(expected: Expected, observed: Observed) -> Iter
                 yield f"block {block}, handed out for entry {index} of group {group}: {by} needs it"
     if early := expected.used_among(observed.listed):
         yield f"blocks {sorted(early)} are listed as free while an operation uses them"
-    if expected.after.deferred and not expected.after.steps:
-        yield f"blocks {expected.after.deferred} are kept for steps, and none is in flight"
+    if expected.after.deferred and not expected.after.steps and not expected.after.transfers:
+        yield f"blocks {expected.after.deferred} are kept for operations, and none is in flight"
+    if isinstance(observed.answer, Issued) and observed.answer.cleared:
+        if written := expected.used_before.intersection(observed.answer.cleared):
+            yield f"blocks {sorted(written)} are cleared while an operation uses them"
     if expected.kept_from_nobody:
         yield f"blocks {expected.kept_from_nobody} are kept back, and nobody has left with them"
 
@@ -148,7 +203,7 @@ def _tables_not_told(expected: Expected, observed: Observed) -> Iterator[str]:
     if isinstance(observed.answer, Granted) and expected.request.status == "running":
         if observed.answer.new not in (None, expected.appended):
             yield f"the worker is sent {observed.answer.new}, appended were {expected.appended}"
-    if observed.tables is not None:
+    if observed.tables is not None and not isinstance(observed.answer, Raised):
         told = {request.id: request.tables for request in expected.after.requests}
         for request_id in told.keys() | observed.tables.keys():
             shown = observed.tables.get(request_id, expected.config.no_tables)
@@ -189,7 +244,7 @@ def granted_means_it_fitted(expected: Expected, observed: Observed) -> Iterator[
         yield f"{shortage}; the answer was {type(observed.answer).__name__}"
     if isinstance(observed.answer, Granted):
         taken = [0] * len(wanted)
-        for group, _, _ in expected.handed_out:
+        for group, _, _ in expected.added:
             taken[group] += 1
         for group, (new, _) in enumerate(wanted):
             if taken[group] != new:
@@ -200,8 +255,10 @@ def _shortage(expected: Expected, wanted: list[tuple[int, int]]) -> str:
     """What does not fit, or nothing."""
     action = expected.action
     free = expected.config.num_blocks - 1 - len(expected.held_before.keys() | expected.used_before)
-    if sum(map(sum, wanted)) + action.headroom > free:
-        return f"{free} free blocks, {wanted} (new, reclaimed) needed and {action.headroom} kept"
+    given_away = len(expected.copies_for_the_cache)
+    if sum(map(sum, wanted)) + given_away + action.headroom > free:
+        kept = f"{given_away} for copies and {action.headroom} kept"
+        return f"{free} free blocks, {wanted} (new, reclaimed) needed, {kept}"
     if action.whole_sequence:
         wanted = _wanted(expected, expected.request.known)
         if sum(map(sum, wanted)) > free:
@@ -216,11 +273,15 @@ def _wanted(expected: Expected, whole: int | None = None) -> list[tuple[int, int
 def blocks_wanted(expected: Expected, group_id: int, whole: int | None = None) -> tuple[int, int]:
     """(new blocks, reclaimable hits that will be held) of one group.
 
-    For a `whole` sequence (tokens) a window group wants at most its window and the
-    tokens in flight.
+    For a `whole` sequence (tokens) a window group wants at most its window and the tokens
+    in flight.  What a state group wants is the policy's: what it took.
     """
     group, table = expected.groups[group_id], expected.tables_before[group_id]
     ends = expected.segments
+    if group.kind == "state":
+        return _wanted_for_state(expected, group_id)
+    if not group.reused:
+        return max(group.blocks_for(len(expected.request.encoder)) - len(table), 0), 0
     entries = group.blocks_for(ends.reserved if whole is None else whole)
     if whole is not None:
         entries = min(
@@ -234,7 +295,17 @@ def blocks_wanted(expected: Expected, group_id: int, whole: int | None = None) -
     after = expected.request_after.tables[group_id]
     kept = [block for block, now in zip(table[:first], after, strict=False) if block == now]
     reclaimed = sum(block not in held for block in (*kept, *table[first:]))
-    return max(entries - max(first, len(table)), 0), reclaimed
+    copied = bool(table) and ends.local % group.block_size != 0
+    return max(entries - max(first, len(table)), 0) + copied, reclaimed
+
+
+def _wanted_for_state(expected: Expected, group_id: int) -> tuple[int, int]:
+    taken = sum(group == group_id for group, _, _ in expected.added)
+    if expected.request.status == "running":
+        return taken, 0
+    held, after = {*expected.held_before, NULL_BLOCK}, expected.request_after.tables[group_id]
+    kept = {*after, *(copy.source for copy in expected.copies)} - held
+    return taken, len(kept.intersection(expected.tables_before[group_id]))
 
 
 @rule("grant")
@@ -262,15 +333,21 @@ def something_to_compute(expected: Expected, observed: Observed) -> Iterator[str
             yield f"a hit of {tokens} tokens ends on no allowed boundary"
         yield from _wrong_lengths(expected, observed.answer.tables, tokens)
     elif isinstance(observed.answer, Granted):
-        reserved = expected.segments.reserved
-        yield from _wrong_lengths(expected, observed.answer.tables, reserved)
+        reserved, encoder = expected.segments.reserved, len(expected.request.encoder)
+        yield from _wrong_lengths(expected, observed.answer.tables, reserved, encoder)
 
 
-def _wrong_lengths(expected: Expected, tables: Tables, tokens: int) -> Iterator[str]:
+def _wrong_lengths(
+    expected: Expected, tables: Tables, tokens: int, encoder: int = 0
+) -> Iterator[str]:
     for group_id, (group, table) in enumerate(zip(expected.groups, tables, strict=True)):
-        entries = max(group.blocks_for(tokens), len(expected.tables_before[group_id]))
-        if len(table) != entries:
-            yield f"group {group_id} has {len(table)} entries for {tokens} tokens: {table}"
+        spanned = tokens if group.reused else encoder
+        entries = max(group.blocks_for(spanned), len(expected.tables_before[group_id]))
+        most = entries
+        if group.kind == "state" and encoder == 0 and isinstance(expected.action, Allocate):
+            entries = group.blocks_for(expected.segments.target)  # lookahead is the policy's
+        if not entries <= len(table) <= most:
+            yield f"group {group_id} has {len(table)} entries for {spanned} tokens: {table}"
 
 
 @rule("hit")
@@ -282,11 +359,37 @@ def identity(expected: Expected, observed: Observed) -> Iterator[str]:
             yield f"{expected.broken(cell)}: another prefix of the same length"
 
 
+@rule("grant", "copied")
+def shared_blocks_are_not_written(expected: Expected, observed: Observed) -> Iterator[str]:
+    """R6: who writes a block holds it alone, or writes what it holds; copies come before."""
+    if isinstance(observed.answer, Granted):
+        ends, request = expected.segments, expected.request_after
+        certain = min(request.known, ends.target - len(expected.action.drafts))
+        others = [other.tables for other in expected.after.requests if other.id != request.id]
+        shared = {block for tables in others for table in tables for block in table}
+        fresh = {block for _, _, block in expected.handed_out}
+        own = {block for table in request.tables for block in table} - fresh
+        if own.isdisjoint(shared):
+            return
+        for cell in cells(expected.groups, request.tables, ends.total, ends.target):
+            block, group, offset, position = cell
+            if block in own & shared:
+                held = read_page(expected.before.promise, block, group, offset)
+                if position >= certain or held is not request.content[position]:
+                    where = f"block {block}, group {group}, position {position}"
+                    yield f"request {request.id} is to write {where}, which others hold: {held}"
+    elif isinstance(observed.answer, Issued) and observed.answer.copies is not None:
+        made, sent = expected.before.copies, observed.answer.copies
+        if sorted(made, key=repr) != sorted(sent, key=repr):
+            yield f"copies to be made before this step are {made}, the worker gets {sent}"
+
+
 @rule("grant", "refusal", "trim")
 def window_return(expected: Expected, observed: Observed) -> Iterator[str]:
     """R7: only what left the window on processed progress is returned; the rest stays."""
     granted = isinstance(observed.answer, Granted)
     old_tables = expected.tables_before if granted else expected.request.tables
+    copied = {(c.group, c.source, c.destination) for c in expected.copies} if granted else ()
     for group_id, group in enumerate(expected.groups):
         old, new = old_tables[group_id], expected.request_after.tables[group_id]
         if new[: len(old)] == old:
@@ -297,7 +400,8 @@ def window_return(expected: Expected, observed: Observed) -> Iterator[str]:
             processed = expected.segments.processed
         first = group.first_needed_block(processed)
         for entry, (was, now) in enumerate(zip(old, new, strict=False)):
-            if was != now and (entry >= first or now != NULL_BLOCK):
+            stays = was == now or (entry < first and now == NULL_BLOCK)
+            if not stays and (group_id, was, now) not in copied:
                 where = f"group {group_id}, entry {entry}: {was} became {now}"
                 yield f"{where}; needed from {first} on, {processed} tokens are processed"
         if len(new) < len(old):
@@ -319,4 +423,53 @@ def stale_output(expected: Expected, observed: Observed) -> Iterator[str]:
                     yield f"request {request.id} counts {count} computed tokens after stale output"
 
 
-RULES = tuple(value for value in tuple(globals().values()) if isinstance(value, Rule))
+@rule("events")
+def events_replay_to_the_index(expected: Expected, observed: Observed) -> Iterator[str]:
+    """R10: replaying the events gives the keys that a lookup would find."""
+    assert observed.events is not None
+    announced, findable = observed.events.announced, observed.events.findable
+    if announced != findable:
+        yield (
+            f"announced, not findable: {sorted(announced - findable)}; "
+            f"findable, not announced: {sorted(findable - announced)}"
+        )
+    for event in observed.events.orphans:
+        yield f"{event} names a parent that was never announced"
+
+
+@rule("schedule")
+def what_fits_finishes(expected: Expected, observed: Observed) -> Iterator[str]:
+    """R11: once nothing comes any more, what fits the empty pool finishes in so many steps."""
+    scheduling, state = expected.config.scheduling, expected.after
+    if scheduling and scheduling.patience and state.quiet > scheduling.patience:
+        if state.requests and not any(r.status == "loading" for r in state.requests):
+            left = [request.id for request in state.requests]
+            yield f"requests {left} are unfinished after {state.quiet} steps"
+
+
+@rule("numbers")
+def numbers_are_what_they_say(expected: Expected, observed: Observed) -> Iterator[str]:
+    """R12: usage counts referenced blocks, hit rate tokens not recomputed, preemptions events."""
+    assert isinstance(observed.answer, Returned)
+    shown, meant = observed.answer.numbers, Numbers(len(expected.held_after), *expected.after.tally)
+    if shown != meant:
+        yield f"the target reports {shown}, it was {meant}"
+
+
+@rule("hit")
+def drafters_saw_the_same(expected: Expected, observed: Observed) -> Iterator[str]:
+    """Q1: the drafter cells of a hit have seen its own continuation (quality, not safety)."""
+    hit, content = expected.after.hit, expected.request.content
+    assert hit is not None
+    for block, group, offset, position in needed_cells(
+        expected.groups, hit.tables, hit.tokens, hit.tokens
+    ):
+        if expected.groups[group].drafter and position + 1 < len(content):
+            seen = read_page(expected.before.continued, block, group, offset)
+            if seen is not content[position + 1]:
+                yield f"block {block}, group {group}, position {position} has seen {seen}"
+
+
+JUDGED = tuple(value for value in tuple(globals().values()) if isinstance(value, Rule))
+RULES = tuple(rule for rule in JUDGED if not rule.id.startswith("Q"))
+QUALITIES = tuple(rule for rule in JUDGED if rule.id.startswith("Q"))

@@ -7,10 +7,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from kvproof_spec.actions import Action, Allocate, CompleteStep, Lookup, Release, Segments
+from kvproof_spec.actions import (
+    Action,
+    Allocate,
+    CompleteStep,
+    CompleteStore,
+    Issue,
+    Lookup,
+    Release,
+    Segments,
+)
 from kvproof_spec.answers import (
     Answer,
     Done,
+    Event,
     Forgotten,
     Granted,
     Hit,
@@ -21,15 +31,26 @@ from kvproof_spec.answers import (
     Snapshot,
     Trimmed,
 )
+from kvproof_spec.config import Config
 from kvproof_spec.derived import references, rows_in_flight, used_by_operations
-from kvproof_spec.pages import NULL_BLOCK, Cell, Tables, cells, handed_out, needed_cells, read_page
+from kvproof_spec.pages import (
+    NULL_BLOCK,
+    Cell,
+    Copy,
+    Tables,
+    cells,
+    handed_out,
+    needed_cells,
+    read_page,
+)
 from kvproof_spec.state import Request, Row, State
 
 T = TypeVar("T")
 
 Evidence = Literal[
     "lookup", "hit", "grant", "refusal", "raised", "trim", "step", "reads", "rows", "snapshot",
-    "tables", "sent", "kept", "resumption", "stale output", "answer",
+    "tables", "sent", "kept", "cleared", "copied", "resumption", "stale output", "answer",
+    "events", "schedule", "numbers",
 ]  # fmt: skip
 EVIDENCE: dict[Evidence, str] = {
     "lookup": "the answer to a lookup",
@@ -45,8 +66,13 @@ EVIDENCE: dict[Evidence, str] = {
     "tables": "the tables of all requests, in a snapshot",
     "sent": "the ids that a running request's grant sends to the worker",
     "kept": "what a target keeps back for steps in flight",
+    "cleared": "the pages that are zeroed before a step",
+    "copied": "the pages that are copied before a step",
     "resumption": "a preempted request that the target's scheduler admits again",
     "stale output": "a step that returns to the target's scheduler after a preemption",
+    "events": "what a target announces about its index, and the index",
+    "schedule": "a step that the target's scheduler made",
+    "numbers": "a target's own metrics",
     "answer": "the answer that a policy predicts",
 }
 
@@ -184,9 +210,28 @@ class Expected:
         return found
 
     @lazy
-    def handed_out(self) -> list[tuple[int, int, int]]:
-        """(group, index, block) of each block that this call handed out."""
+    def added(self) -> list[tuple[int, int, int]]:
+        """(group, index, block) of each block that this call gave to the request."""
         return handed_out(self.tables_before, self.request_after.tables)
+
+    @lazy
+    def copies(self) -> tuple[Copy, ...]:
+        """Those that this call has made."""
+        return self.after.copies[len(self.before.copies) :]
+
+    @lazy
+    def copies_for_the_cache(self) -> tuple[Copy, ...]:
+        """Copies whose destination the request does not get."""
+        own = self.request_after.tables
+        return tuple(copy for copy in self.copies if copy.destination not in own[copy.group])
+
+    @lazy
+    def handed_out(self) -> list[tuple[int, int, int]]:
+        """(group, index, block) of each block that this call handed out, also for copies."""
+        return self.added + [
+            (copy.group, len(self.tables_before[copy.group]) - 1, copy.destination)
+            for copy in self.copies_for_the_cache
+        ]
 
 
 class ShownPool:
@@ -220,6 +265,44 @@ class ShownPool:
             self.referenced = len(counts) - counts.count(0) - sum(map(bool, counts[:1]))
 
 
+class ShownEvents:
+    """What a target has announced, replayed from one snapshot to the next, and its index.
+
+    A key is (group, name).  `orphans` are events of the last snapshot that name a parent
+    which was never announced, in groups where every block is.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.announced: set[tuple[int, str]] = set()
+        self.findable: set[tuple[int, str]] = set()
+        self.orphans: list[Event] = []
+        self._ever: set[tuple[int, str]] = set()
+        self._complete = {
+            index
+            for index, group in enumerate(config.groups)
+            if group.kind == "full" and group.block_size == config.hash_block
+        }
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Take in the next snapshot of the same run."""
+        self.findable = set(snapshot.findable or ())
+        self.orphans = []
+        for event in snapshot.events:
+            keys = {(event.group, key) for key in event.keys}
+            match event.what:
+                case "stored":
+                    parent = event.group, event.parent
+                    known = event.parent is None or parent in self._ever
+                    if event.group in self._complete and not known:
+                        self.orphans.append(event)
+                    self.announced |= keys
+                    self._ever |= keys
+                case "removed":
+                    self.announced -= keys
+                case "cleared":
+                    self.announced.clear()
+
+
 def changed_ends(
     before: tuple[int, ...], after: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -245,11 +328,16 @@ class Observed:
     """What the target showed: its answer, and a snapshot if one was taken."""
 
     def __init__(
-        self, answer: Answer, snapshot: Snapshot | None = None, pool: ShownPool | None = None
+        self,
+        answer: Answer,
+        snapshot: Snapshot | None = None,
+        pool: ShownPool | None = None,
+        events: ShownEvents | None = None,
     ) -> None:
         self.answer = answer
         self.snapshot = snapshot
         self.pool = pool
+        self.events = events
 
     @property
     def listed(self) -> set[int]:
@@ -295,12 +383,15 @@ def evidence_shown(expected: Expected, observed: Observed, scheduled: bool) -> l
     match observed.answer:
         case Hit(tokens=tokens) if tokens:
             shown.append("hit")
-        case Issued(rows=rows) if rows is not None:
-            shown.append("rows")
+        case Issued(rows=rows, copies=copies, cleared=cleared):
+            parts: dict[Evidence, object] = {"rows": rows, "copied": copies, "cleared": cleared}
+            shown += [name for name, part in parts.items() if part is not None]
         case Granted(new=new) if new is not None and expected.request.status == "running":
             shown.append("sent")
-        case Returned(deferred=deferred):
-            if isinstance(expected.action, CompleteStep):
+        case Returned(deferred=deferred, numbers=numbers):
+            if numbers is not None:
+                shown.append("numbers")
+            if isinstance(expected.action, CompleteStep | CompleteStore):
                 shown.append("reads")
             if deferred is not None:
                 shown.append("kept")
@@ -310,6 +401,8 @@ def evidence_shown(expected: Expected, observed: Observed, scheduled: bool) -> l
         shown.append("snapshot")
         if observed.snapshot.tables is not None:
             shown.append("tables")
+        if observed.events is not None:
+            shown.append("events")
     if scheduled:
         shown += _decided_by_its_scheduler(expected)
     return shown
@@ -329,6 +422,8 @@ SHOWN_BY: dict[type[Answer], tuple[Evidence, ...]] = {
 
 
 def _decided_by_its_scheduler(expected: Expected) -> Iterator[Evidence]:
+    if isinstance(expected.action, Issue):
+        yield "schedule"
     if isinstance(expected.action, Lookup) and expected.request.status == "preempted":
         yield "resumption"
     if isinstance(expected.action, CompleteStep):

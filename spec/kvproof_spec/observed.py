@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from kvproof_spec.actions import Action, Allocate, CompleteStep, Issue, Lookup, Release, Trim
+from kvproof_spec.actions import Action, Allocate, CompleteStep, Issue, Lookup, Release, Store, Trim
 from kvproof_spec.answers import (
     Answer,
+    Done,
     Granted,
     Hit,
     Issued,
@@ -58,15 +59,32 @@ def _scheduled(state: State, answer: Scheduled) -> Iterator[tuple[Action, Answer
         stays = request.status == "running" and request.id not in {*answer.preempted, *rows}
         if stays and after.get(request.id, request.tables) != request.tables:
             yield Trim(request.id), Trimmed(after[request.id])
+    for load in answer.loads:
+        tables = _tables_of(after, load.request)
+        yield Lookup(load.request), Hit(load.hit, hit_tables(state, tables, load.hit))
+        unordered = Allocate(load.request, 0, external=load.external, unordered=True)
+        yield unordered, Granted(tables)
     for row in answer.rows:
-        tables = after.get(row.request)
-        if tables is None:
-            raise InconsistentAnswer(f"request {row.request} has a row and no tables")
+        tables = _tables_of(after, row.request)
         _require_consistent(state, row, preempted=row.request in answer.preempted)
-        if row.admitted:
-            yield Lookup(row.request), Hit(row.start, hit_tables(state, tables, row.start))
-        yield Allocate(row.request, row.tokens), Granted(tables)
-    yield Issue(), Issued(tuple(SentRow(row.request, row.worker) for row in answer.rows))
+        if row.admitted and not _has_loaded(state, row.request):
+            hit = row.start - row.external
+            yield Lookup(row.request), Hit(hit, hit_tables(state, tables, hit))
+        yield Allocate(row.request, row.tokens, external=row.external), Granted(tables)
+    sent = tuple(SentRow(row.request, row.worker) for row in answer.rows)
+    yield Issue(), Issued(sent, answer.copies, answer.cleared)
+
+
+def _tables_of(after: dict[int, Tables], request_id: int) -> Tables:
+    if request_id not in after:
+        raise InconsistentAnswer(f"request {request_id} has a row or a load and no tables")
+    return after[request_id]
+
+
+def _has_loaded(state: State, request_id: int) -> bool:
+    """Is it admitted by an unordered load that has returned, its first step to come?"""
+    request = state.get(request_id)
+    return request is not None and request.status == "running" and not request.issued
 
 
 def hit_tables(state: State, tables: Tables, tokens: int) -> Tables:
@@ -83,7 +101,7 @@ def _require_consistent(state: State, row: ScheduledRow, preempted: bool) -> Non
     if request is None:
         raise InconsistentAnswer(f"the step has a row of the unknown request {row.request}")
     admitted = request.status != "running" or preempted
-    if admitted != row.admitted:
+    if admitted != row.admitted and not _has_loaded(state, row.request):
         raise InconsistentAnswer(f"request {row.request} is {request.status}: {row}")
     if not admitted and row.start != request.computed:
         raise InconsistentAnswer(
@@ -101,11 +119,14 @@ def _updated(
     """The step returns, then who ended leaves; what was kept back for it is given back first."""
     kept = Counter(state.deferred) & Counter(answer.deferred)
     newly = Counter(answer.deferred) - kept
-    yield action, Returned(tuple(kept.elements()), answer.computed)
+    numbers = None if answer.finished else answer.numbers
+    yield action, Returned(tuple(kept.elements()), answer.computed, numbers)
     for request_id in answer.finished:
         request = state.find(request_id)
         own = newly & Counter(block for table in request.tables for block in table)
         if request_id == answer.finished[-1]:
-            own = newly
+            own, numbers = newly, answer.numbers
         kept, newly = kept + own, newly - own
-        yield Release(request_id, "finish"), Returned(tuple(kept.elements()))
+        if request_id in answer.stored:
+            yield Store(request_id), Done()
+        yield Release(request_id, "finish"), Returned(tuple(kept.elements()), numbers=numbers)

@@ -11,11 +11,13 @@ from kvproof_spec.actions import (
     Allocate,
     CompleteLoad,
     CompleteStep,
+    CompleteStore,
     Forget,
     Issue,
     Lookup,
     Publish,
     Release,
+    Store,
     Submit,
     Trim,
 )
@@ -35,18 +37,19 @@ from kvproof_spec.answers import (
     Updated,
 )
 from kvproof_spec.config import Config
-from kvproof_spec.invariants import RULES
+from kvproof_spec.invariants import QUALITIES, RULES
 from kvproof_spec.judgement import (
     Evidence,
     Expected,
     Observed,
     Rule,
+    ShownEvents,
     ShownPool,
     Violation,
     evidence_shown,
 )
 from kvproof_spec.observed import InconsistentAnswer, core_actions
-from kvproof_spec.pages import Tables
+from kvproof_spec.pages import Copy, Tables
 from kvproof_spec.records import MalformedRecord, decode, encode
 from kvproof_spec.state import ActionDisabled, State, initial_state
 
@@ -59,7 +62,9 @@ ALLOWED_ANSWERS: dict[type[Action], tuple[type[Answer], ...]] = {
     Allocate: (Granted, Refused, Raised),
     Issue: (Issued, Scheduled),
     CompleteStep: (Returned, Updated),
-    CompleteLoad: (Done,),
+    CompleteLoad: (Done, Returned),
+    Store: (Done,),
+    CompleteStore: (Returned,),
     Publish: (Done,),
     Trim: (Trimmed,),
     Release: (Returned,),
@@ -105,8 +110,10 @@ class Oracle:
         self.state = initial_state(config)
         self.policy = policy
         self.evaluated: defaultdict[tuple[str, Evidence], int] = defaultdict(int)
+        self.qualities: defaultdict[tuple[str, bool], int] = defaultdict(int)  # (id, it held)
         self._rules = tuple(rules)
         self._pool = ShownPool(config.num_blocks)
+        self._events = ShownEvents(config) if config.events else None
         self._equal: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # free orders, compared
         self._judging: dict[tuple[Evidence, ...], list[tuple[Rule, list[Counted]]]] = {}
 
@@ -165,7 +172,12 @@ class Oracle:
         expected = Expected(before, action, after)
         if snapshot is not None:
             self._pool.show(snapshot)
-        observed = Observed(answer, snapshot, self._pool if snapshot is not None else None)
+            if self._events is not None:
+                self._events.show(snapshot)
+        shows = snapshot is not None
+        observed = Observed(
+            answer, snapshot, self._pool if shows else None, self._events if shows else None
+        )
         broken: list[tuple[str, str]] = []
         shown = tuple(evidence_shown(expected, observed, scheduled))
         for rule, counted in self._rules_for(shown):
@@ -173,6 +185,9 @@ class Oracle:
                 self.evaluated[key] += 1
             for witness in rule.judge(expected, observed):
                 broken.append((rule.id, witness))
+        if "hit" in shown and any(group.drafter for group in expected.groups):
+            for quality in QUALITIES:
+                self.qualities[quality.id, not any(quality.judge(expected, observed))] += 1
         if self.policy is not None and not broken:
             broken += [(EXACT, witness) for witness in self._differences(predicted, observed)]
             self.evaluated[EXACT, "answer" if snapshot is None else "snapshot"] += 1
@@ -206,7 +221,8 @@ class Oracle:
 def same_answer(predicted: Answer, answer: Answer) -> bool:
     """Are they the same, in what the target shows?"""
     if isinstance(predicted, Granted) and isinstance(answer, Granted):
-        return predicted.tables == answer.tables and answer.new in (None, predicted.new)
+        same = predicted.tables == answer.tables and predicted.copies == answer.copies
+        return same and answer.new in (None, predicted.new)
     if isinstance(predicted, Returned) and isinstance(answer, Returned):
         if answer.deferred is None or predicted.deferred is None:
             return True
@@ -226,8 +242,8 @@ def check_answer(state: State, action: Action, answer: Answer) -> None:
                 raise NonsenseAnswer(f"{len(tables)} tables for {len(state.config.groups)} groups")
             for table in tables:
                 check_blocks(table, state.config.num_blocks)
-        if isinstance(answer, Returned | Scheduled | Updated):
-            check_blocks(answer.deferred or (), state.config.num_blocks)
+        for blocks in blocks_shown(answer):
+            check_blocks(blocks, state.config.num_blocks)
     except TypeError as error:
         raise NonsenseAnswer(f"{answer!r:.200} has not block ids where they belong") from error
 
@@ -253,6 +269,22 @@ def tables_shown(answer: Answer) -> list[Tables]:
             return rows + [tables for _, tables in answer.tables]
         case _:
             return []
+
+
+def blocks_shown(answer: Answer) -> list[tuple[int, ...]]:
+    """All other block ids that an answer carries."""
+    copies: tuple[Copy, ...] = ()
+    blocks: tuple[int, ...] = ()
+    match answer:
+        case Returned() | Scheduled() | Updated():
+            blocks = answer.deferred or ()
+        case Granted():
+            copies = answer.copies
+        case Issued():
+            copies, blocks = answer.copies or (), answer.cleared or ()
+        case _:
+            return []
+    return [blocks, *((copy.source, copy.destination) for copy in copies)]
 
 
 def well_typed(value: object, hint: Any) -> bool:

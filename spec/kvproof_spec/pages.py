@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 
 from kvproof_spec.config import Group
@@ -17,6 +18,19 @@ Page = tuple[int, tuple[Prefix | None, ...]]  # (group that wrote last, cells by
 Cell = tuple[int, int, int, int]  # (block, group, offset in the block, position), in tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A page to be copied before the next step's forward pass; both ends are pinned until then.
+
+    A partial tail is taken by copy, or the cache is given the copy and the engine keeps
+    the source.
+    """
+
+    group: int
+    source: int  # block id
+    destination: int  # block id
+
+
 @cache
 def normal_blocks(num_blocks: int) -> tuple[int, ...]:
     """Ids of the blocks besides the null block: one set of int objects, quick to compare."""
@@ -24,23 +38,35 @@ def normal_blocks(num_blocks: int) -> tuple[int, ...]:
 
 
 def cells(groups: tuple[Group, ...], tables: Tables, first: int, end: int) -> Iterator[Cell]:
-    """The cells of positions `first` to `end - 1` that have a block other than null."""
+    """The cells that computing positions `first` to `end - 1` writes, of blocks other than null."""
     for group_id, table in enumerate(tables):
-        size = groups[group_id].block_size
-        for position in range(first, min(end, len(table) * size)):
+        group = groups[group_id]
+        size, of_a_page = group.block_size, group.cells
+        for position in group.written(first, min(end, len(table) * size)):
             block = table[position // size]
             if block != NULL_BLOCK:
-                yield block, group_id, position % size, position
+                yield block, group_id, position % of_a_page, position
 
 
 def needed_cells(groups: tuple[Group, ...], tables: Tables, start: int, end: int) -> Iterator[Cell]:
-    """The cells up to `end - 1` that each group still needs with `start` tokens restored."""
+    """The cells that a step over `start` to `end - 1` reads, or (`end` = `start`) a hit needs."""
     for group_id, table in enumerate(tables):
-        size, first = groups[group_id].block_size, groups[group_id].first_needed(start)
-        for position in range(first, min(end, len(table) * size)):
+        group = groups[group_id]
+        size, of_a_page = group.block_size, group.cells
+        for position in group.read(start, min(end, len(table) * size)):
             block = table[position // size]
             if block != NULL_BLOCK:
-                yield block, group_id, position % size, position
+                yield block, group_id, position % of_a_page, position
+
+
+def encoder_cells(groups: tuple[Group, ...], tables: Tables, tokens: int) -> Iterator[Cell]:
+    """The cells of `tokens` encoder tokens, which each step reads."""
+    for group_id, table in enumerate(tables):
+        if not groups[group_id].reused:
+            size = groups[group_id].block_size
+            for position in range(min(tokens, len(table) * size)):
+                if table[position // size] != NULL_BLOCK:
+                    yield table[position // size], group_id, position % size, position
 
 
 class Pages:
@@ -99,7 +125,7 @@ class PageWriter:
     """Cells written in one transition, before they become a new `Pages`."""
 
     def __init__(self, groups: tuple[Group, ...], pages: Pages) -> None:
-        self._groups = groups
+        self.groups = groups
         self._pages = pages
         self._open: dict[int, tuple[int, list[Prefix | None]] | None] = {}
 
@@ -110,7 +136,7 @@ class PageWriter:
             if old is not None and old[0] == group:
                 cells: list[Prefix | None] = list(old[1])
             else:
-                cells = [None] * self._groups[group].block_size
+                cells = [None] * self.groups[group].cells
             page = self._open[block] = group, cells
         page[1][offset] = content
 
@@ -118,6 +144,23 @@ class PageWriter:
         """Write `content[position]` to each cell."""
         for block, group, offset, position in where:
             self.write(block, group, offset, content[position])
+
+    def write_known(self, where: Iterable[Cell], content: tuple[Prefix, ...], known: int) -> None:
+        """Write what is among the first `known` tokens, nothing to the other cells."""
+        for block, group, offset, position in where:
+            self.write(block, group, offset, content[position] if position < known else None)
+
+    def read(self, block: int, group: int, offset: int) -> Prefix | None:
+        """What `group` would find in a cell, with what was written."""
+        if block not in self._open:
+            return read_page(self._pages, block, group, offset)
+        page = self._open[block]
+        return page[1][offset] if page is not None and page[0] == group else None
+
+    def copy(self, source: int, destination: int) -> None:
+        """The whole page of `source`, as it is now, to `destination`."""
+        page = self._open[source] if source in self._open else self._pages.get(source)
+        self._open[destination] = None if page is None else (page[0], list(page[1]))
 
     def clear(self, block: int) -> None:
         """Nothing is left of the page."""
@@ -129,7 +172,7 @@ class PageWriter:
             return self._pages
         pages = dict(self._pages.items())
         for block, page in self._open.items():
-            if page is None:
+            if page is None or not any(page[1]):
                 pages.pop(block, None)
             else:
                 pages[block] = (page[0], tuple(page[1]))

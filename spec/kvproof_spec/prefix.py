@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Symbol = int
 """The token id that a position is given; what else decides its content is in `Inputs`."""
@@ -37,13 +37,23 @@ class Inputs:
         """What decides the content of one position, given what is before it.
 
         >>> Inputs(items=(Item("cat", 2, 3),)).at(3, 7)
-        (7, 'cat', 1, None)
+        (7, 'cat', 1)
         """
-        embedding = dict(self.embeds).get(position)
+        for at, embedding in self.embeds:
+            if at == position:
+                return "embedding", embedding
         for item in self.items:
             if item.first <= position < item.first + item.tokens:
-                return token, item.id, position - item.first, embedding
-        return token if embedding is None else (token, None, 0, embedding)
+                return token, item.id, position - item.first
+        return token
+
+    def within(self, tokens: int) -> Inputs:
+        """Without the items and embeddings that a prompt of `tokens` tokens has no room for."""
+        items = tuple(item for item in self.items if item.first + item.tokens <= tokens)
+        embeds = tuple(embed for embed in self.embeds if embed[0] < tokens)
+        if (items, embeds) == (self.items, self.embeds):
+            return self
+        return replace(self, items=items, embeds=embeds)
 
     def root(self, root: Prefix) -> Prefix:
         """What the request's content starts from: adapter and salt decide every position."""

@@ -5,7 +5,7 @@ It ends with the article's walk-through at the exact level, in ids and free orde
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -78,12 +78,12 @@ def returned(step: int, *outputs: Output) -> Move:
     return CompleteStep(step, outputs), Returned()
 
 
-def promised(state: State, block: int, offset: int, group: int = 0) -> tuple[int, ...] | None:
+def promised(state: State, block: int, offset: int, group: int = 0) -> tuple[Hashable, ...] | None:
     found = read_page(state.promise, block, group, offset)
     return None if found is None else found.symbols()
 
 
-def written(state: State, block: int, offset: int, group: int = 0) -> tuple[int, ...] | None:
+def written(state: State, block: int, offset: int, group: int = 0) -> tuple[Hashable, ...] | None:
     found = read_page(state.memory, block, group, offset)
     return None if found is None else found.symbols()
 
@@ -448,15 +448,15 @@ def test_forgetting_blocks_keeps_their_promise_and_forgetting_everything_does_no
         ((*ASKED, submit(1, 5)), Allocate(0, 1), "uses the Lookup just before"),
         ((*ASKED, (Forget(()), Forgotten(True))), Allocate(0, 1), "uses the Lookup just before"),
         (ASKED, Allocate(0, 0), "new tokens, or an unordered load"),
-        (ASKED, Allocate(0, 1, external=1), "in whole boundaries"),
+        (ASKED, Allocate(0, 1, external=1), "external tokens in whole blocks of every group"),
         (ASKED, Allocate(0, 4), "more tokens than will be known"),
-        (ASKED, Allocate(0, 3, drafts=(8,)), "drafts follow the last known token"),
+        (ASKED, Allocate(0, 3, drafts=(8,)), "drafts follow the last token to come"),
         (ASKED, Allocate(0, 0, unordered=True), "a load has external tokens"),
         (GRANTED, Allocate(0, 1), "has not been issued"),
         (COMPUTED, Allocate(0, 1, whole_sequence=True), "only at admission"),
-        (LOADING, Release(0, "abort"), "its load has not returned"),
+        (LOADING, Release(0, "preempt"), "its load has not returned"),
         (LOADING, Allocate(0, 1), "its load has not returned"),
-        (LOADING, CompleteLoad(0, 1), "in whole boundaries"),
+        (LOADING, CompleteLoad(0, 1), "delivered in whole blocks"),
         (LOADING, CompleteLoad(0, 6), "not what a load can leave"),
         (COMPUTED, CompleteLoad(0, 2), "no load under way"),
         (GRANTED, CompleteStep(0, ()), "no step is in flight"),

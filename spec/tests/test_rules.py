@@ -44,12 +44,13 @@ from kvproof_spec.config import Config, Group
 from kvproof_spec.invariants import RULES
 from kvproof_spec.judgement import EVIDENCE, Rule, Violation
 from kvproof_spec.oracle import NonsenseAnswer, Oracle, rules_of
-from kvproof_spec.pages import Tables
+from kvproof_spec.pages import Copy, Tables
 
-IDS = ("I1", "I2", "I3", "I4", "I5", "I6", "R1", "R2", "R3", "R4", "R5", "R7", "R9")
+IDS = ("I1", "I2", "I3", "I4", "I5", "I6", "R1", "R2", "R3", "R4", "R5", "R6", "R7", "R9")
 """The rules in reading order: those of design.md sections 3 and 4 that are stated so far."""
 
 FULL = Config((Group("full", 2),), num_blocks=5)
+PARTIAL = Config((Group("full", 4),), num_blocks=5, partial_boundary=2)
 WIDE = replace(FULL, num_blocks=9)
 STRICT = replace(FULL, ordering="strict")
 DEFERS = replace(FULL, defers_returns=True)
@@ -347,7 +348,7 @@ CASES = (
         (*COMPUTED, *CONTINUED),
         (lookup(1, 2, (0,)),),
         (lookup(1, 2, (1,)),),
-        "a hit of 2 tokens has no block at entry 0 of group 0: (0,)",
+        "a hit of 2 tokens has no block at entries [0] of group 0: (0,)",
     ),
     Case(
         "I3",
@@ -356,7 +357,7 @@ CASES = (
         (*BOTH_LEFT, submit(1, 1, 2, 7)),
         (lookup(1, 2, (1,), (0,)),),
         (lookup(1, 2, (1,), (3,)),),
-        "a hit of 2 tokens has no block at entry 0 of group 1: (0,)",
+        "a hit of 2 tokens has no block at entries [0] of group 1: (0,)",
     ),
     Case(
         "I3",
@@ -365,7 +366,7 @@ CASES = (
         ASKED,
         (grant(Allocate(0, new=3), (0, 2)),),
         (GRANT,),
-        "a request that goes on at 0 of 3 tokens has no block at entry 0 of group 0: (0, 2)",
+        "a request that goes on at 0 of 3 tokens has no block at entries [0] of group 0: (0, 2)",
     ),
     Case(
         "I3",
@@ -374,7 +375,7 @@ CASES = (
         (submit(0, 1, 2, 3, 4), lookup(0, 0, ())),
         (grant(Allocate(0, new=0, external=4, unordered=True), (0, 1)),),
         (grant(Allocate(0, new=0, external=4, unordered=True), (1, 2)),),
-        "a request that goes on at 3 of 4 tokens has no block at entry 0 of group 0: (0, 1)",
+        "a request that goes on at 3 of 4 tokens has no block at entries [0] of group 0: (0, 1)",
     ),
     Case(
         "I3",
@@ -383,7 +384,7 @@ CASES = (
         GRANTED,
         (trim(0, (0, 2)), issue()),
         (trim(0, (1, 2)), issue()),
-        "request 0's step over 0 to 3 tokens has no block at entry 0 of group 0: (0, 2)",
+        "request 0's step over 0 to 3 tokens has no block at entries [0] of group 0: (0, 2)",
         without=("R7",),
     ),
     Case(
@@ -412,7 +413,7 @@ CASES = (
         (*IN_FLIGHT, abort(0, (1, 2))),
         (Move(complete(0, (0, 9)).action, Returned((1, 2))).showing(3, 4),),
         (Move(complete(0, (0, 9)).action, Returned(())).showing(3, 4, 2, 1),),
-        "blocks (1, 2) are kept for steps, and none is in flight",
+        "blocks (1, 2) are kept for operations, and none is in flight",
     ),
     Case(
         "I4",
@@ -602,7 +603,8 @@ CASES = (
         (*GRANTED, submit(1, 5, 6, 7, 8, 9), lookup(1, 0, ())),
         (grant(Allocate(1, new=5), (3, 4)),),
         (refuse(Allocate(1, new=5), ()),),
-        "2 free blocks, [(3, 0)] (new, reclaimed) needed and 0 kept; the answer was Granted",
+        "2 free blocks, [(3, 0)] (new, reclaimed) needed, "
+        "0 for copies and 0 kept; the answer was Granted",
         first="I3",
     ),
     Case(
@@ -612,7 +614,8 @@ CASES = (
         (*GRANTED, *OTHER_ASKED),
         (grant(Allocate(1, new=3, headroom=1), (3, 4)),),
         (refuse(Allocate(1, new=3, headroom=1), ()),),
-        "2 free blocks, [(2, 0)] (new, reclaimed) needed and 1 kept; the answer was Granted",
+        "2 free blocks, [(2, 0)] (new, reclaimed) needed, "
+        "0 for copies and 1 kept; the answer was Granted",
     ),
     Case(
         "R2",
@@ -627,7 +630,8 @@ CASES = (
         ),
         (grant(Allocate(2, new=1, headroom=1), (1, 4)),),
         (refuse(Allocate(2, new=1, headroom=1), ()),),
-        "2 free blocks, [(1, 1)] (new, reclaimed) needed and 1 kept; the answer was Granted",
+        "2 free blocks, [(1, 1)] (new, reclaimed) needed, "
+        "0 for copies and 1 kept; the answer was Granted",
     ),
     Case(
         "R2",
@@ -645,7 +649,7 @@ CASES = (
         (*GRANTED, *OTHER_ASKED),
         (Move(Allocate(1, new=3, headroom=1), Raised("IndexError: pop")),),
         (refuse(Allocate(1, new=3, headroom=1), ()),),
-        "needed and 1 kept; the answer was Raised",
+        "needed, 0 for copies and 1 kept; the answer was Raised",
     ),
     Case(
         "R3",
@@ -756,6 +760,16 @@ CASES = (
         "a hit for (<1 2 5>,) got block 2, group 0, position 2, which promises <1 2 3>: another "
         "prefix of the same length",
         first="I2",
+    ),
+    Case(
+        "R6",
+        "a partial tail that is written where another request holds it",
+        PARTIAL,
+        (*ASKED, grant(Allocate(0, new=3), (1,)), issue(), complete(0, (0, 9)), *HIT),
+        (grant(Allocate(1, new=1), (1,)),),
+        (Move(Allocate(1, new=1), Granted(((2,),), copies=(Copy(0, 1, 2),))),),
+        "request 1 is to write block 1, group 0, position 2, which others hold: <1 2 3>",
+        first="R2",
     ),
     Case(
         "R7",
@@ -1060,6 +1074,7 @@ LACKING: dict[str, Run] = {
     "R3": ASKED,
     "R4": ASKED[:1],
     "R5": COMPUTED,
+    "R6": ASKED,
     "R7": ASKED,
     "R9": (*PREEMPTED, complete(0, (0, 9)), lookup(0, 2, (1,))),  # a driver decided
 }

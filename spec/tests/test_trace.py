@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import json
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -15,12 +17,14 @@ from kvproof_spec.actions import (
     Allocate,
     CompleteLoad,
     CompleteStep,
+    CompleteStore,
     Forget,
     Issue,
     Lookup,
     Output,
     Publish,
     Release,
+    Store,
     Submit,
     Trim,
 )
@@ -42,6 +46,8 @@ from kvproof_spec.answers import (
     Updated,
 )
 from kvproof_spec.config import Config, Group, Scheduling
+from kvproof_spec.pages import Copy
+from kvproof_spec.prefix import Inputs, Item
 from kvproof_spec.records import MalformedRecord, decode, encode
 from kvproof_spec.trace import (
     FORMAT_VERSION,
@@ -60,6 +66,8 @@ from kvproof_spec.trace import (
 ALL_ACTIONS: tuple[Action, ...] = (
     Submit(0, (1, 2)),
     Submit(1, (3,), priority=-1, max_tokens=4),
+    Submit(2, (3,), inputs=Inputs("poet", 2, "tenant", (Item("cät", 1, 2),), ((0, 9), (4, -9)))),
+    Submit(3, (3,), inputs=Inputs(salt=""), encoder_tokens=5),
     Lookup(0),
     Allocate(0, 2),
     Allocate(0, 3, (7, 8), 0, False, 1, 2, True),
@@ -68,6 +76,8 @@ ALL_ACTIONS: tuple[Action, ...] = (
     CompleteStep(0, ()),
     CompleteStep(1, (Output(0, 5), Output(1, 6, accepted=2))),
     CompleteLoad(0, 0),
+    Store(0),
+    CompleteStore(0),
     Publish(0, 2),
     Trim(0),
     Release(0, "finish"),
@@ -82,11 +92,14 @@ ALL_ANSWERS: tuple[Answer, ...] = (
     Hit(2, ((1,), ())),
     Granted(((1, 0), (2,))),
     Granted(((1,),), new=((),)),
+    Granted(((3,), ()), copies=(Copy(0, 1, 3), Copy(1, 2, 4))),
     Refused(((),)),
     Raised('ValueError: "quoted", ünïcode,\na new line'),
     Issued(),
     Issued(()),
     Issued((SentRow(0, ((1,), (2,))),)),
+    Issued(copies=(), cleared=()),
+    Issued(None, (Copy(0, 1, 3),), (2, 3)),
     Returned(),
     Returned((), ()),
     Returned((1, 1), ((0, 3),)),
@@ -156,28 +169,65 @@ def test_snapshot_and_verdict_are_read_as_they_were_written(tmp_path: Path, line
     assert again.verdict == line.verdict
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        HEADER,
-        Header(HEADER.config, "vllm", "0.32.0", "exact:vllm-0.32", ("R3",), (), 7),
-        Header(
-            Config(
-                (Group("full", 4),),
-                9,
-                caching=False,
-                max_model_len=8,
-                max_in_flight_tokens=4,
-                defers_returns=True,
-                ordering="strict",
-                scheduling=Scheduling("priority", True, 2, 8, 4, False, 1),
-            ),
-            "plain",
+HEADERS = (
+    HEADER,
+    Header(HEADER.config, "vllm", "0.32.0", "exact:vllm-0.32", ("R3",), (), 7),
+    Header(
+        Config(
+            (Group("full", 4),),
+            9,
+            caching=False,
+            max_model_len=8,
+            max_in_flight_tokens=4,
+            defers_returns=True,
+            ordering="strict",
+            worker=False,
+            scheduling=Scheduling("priority", True, 2, 8, 4, False, 1),
         ),
-    ],
+        "plain",
+    ),
+    Header(Config((Group("chunked", 4, 8), Group("cross", 2)), 9, caching=False), "plain"),
+    Header(
+        Config(
+            (Group("state", 8), Group("full", 4, drafter=True)),
+            9,
+            partial_boundary=2,
+            clears=True,
+        ),
+        "plain",
+    ),
 )
+
+
+@pytest.mark.parametrize("header", HEADERS)
 def test_a_header_is_read_as_it_was_written(tmp_path: Path, header: Header) -> None:
     assert read_again(tmp_path, Trace(header)) == Trace(header)
+
+
+def given_fields(record: Any) -> Iterable[tuple[str, str]]:
+    """(class, field) of each field, however deep, that has another value than its default."""
+    if isinstance(record, tuple):
+        for item in record:
+            yield from given_fields(item)
+    elif is_dataclass(record):
+        for field in fields(record):
+            value = getattr(record, field.name)
+            if value != field.default:
+                yield type(record).__name__, field.name
+            yield from given_fields(value)
+
+
+WRITTEN = (*ALL_ACTIONS, *ALL_ANSWERS, SNAPSHOT, *(header.config for header in HEADERS))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [*ACTIONS, *get_args(Answer), Config, Group, Scheduling, Inputs, Item, Copy, Snapshot],
+    ids=lambda record: record.__name__,
+)
+def test_no_field_has_its_default_in_all_that_is_written_here(record: type) -> None:
+    given = {field for name, field in given_fields(WRITTEN) if name == record.__name__}
+    assert given == {field.name for field in fields(record)}
 
 
 def test_a_trace_of_no_lines_has_no_verdict() -> None:
@@ -312,6 +362,61 @@ DAMAGED = {
     "a list of the wrong length": (
         HEAD + '{"action": {"type": "Issue"}, "answer": {"type": "Returned", "computed": [[1]]}}\n',
         in_line(2, "Line.answer: Returned.computed: "),
+    ),
+    "a group of no tokens": (
+        HEAD.replace('"block_size": 2', '"block_size": 0'),
+        in_line(1, "Header.config: Config.groups: Group: a block of 0 tokens"),
+    ),
+    "a chunk for a state": (
+        HEAD.replace('"full"', '"state", "window": 2'),
+        in_line(1, "Header.config: Config.groups: Group: a state group with a window of 2 tokens"),
+    ),
+    "a drafter that is no truth value": (
+        HEAD.replace('"full"', '"full", "drafter": 1'),
+        in_line(1, "Header.config: Config.groups: Group.drafter: bool expected, not 1"),
+    ),
+    "a cross attention group with caching": (
+        HEAD.replace("full", "cross"),
+        in_line(1, "Header.config: Config: cross attention needs prefix caching off"),
+    ),
+    "a partial boundary that does not divide the blocks": (
+        HEAD.replace('"num_blocks": 5', '"num_blocks": 5, "partial_boundary": 3'),
+        in_line(
+            1, "Header.config: Config: a partial boundary of 3 tokens does not divide every block"
+        ),
+    ),
+    "a clear of one block that is no list": (
+        HEAD + '{"action": {"type": "Issue"}, "answer": {"type": "Issued", "cleared": 3}}\n',
+        in_line(2, "Line.answer: Issued.cleared: "),
+    ),
+    "a copy without a destination": (
+        HEAD + '{"action": {"type": "Issue"}, "answer": {"type": "Issued", "copies": '
+        '[{"group": 0, "source": 1}]}}\n',
+        in_line(2, "Line.answer: Issued.copies: "),
+    ),
+    "a copy of a grant that is a pair": (
+        HEAD + '{"action": {"type": "Issue"}, "answer": {"type": "Granted", "tables": [], '
+        '"copies": [[1, 2]]}}\n',
+        in_line(2, "Line.answer: Granted.copies: an object of type Copy expected"),
+    ),
+    "an item without its length": (
+        HEAD + '{"action": {"type": "Submit", "request": 0, "symbols": [1], "inputs": '
+        '{"items": [{"id": "cat", "first": 0}]}}}\n',
+        in_line(2, "Line.action: Submit.inputs: Inputs.items: Item: "),
+    ),
+    "an embedding without its position": (
+        HEAD + '{"action": {"type": "Submit", "request": 0, "symbols": [1], "inputs": '
+        '{"embeds": [[1]]}}}\n',
+        in_line(2, "Line.action: Submit.inputs: Inputs.embeds: a list of 2 expected"),
+    ),
+    "a salt that is a number": (
+        HEAD + '{"action": {"type": "Submit", "request": 0, "symbols": [1], "inputs": '
+        '{"salt": 3}}}\n',
+        in_line(2, "Line.action: Submit.inputs: Inputs.salt: "),
+    ),
+    "a store of a list of requests": (
+        HEAD + '{"action": {"type": "Store", "request": [0]}}\n',
+        in_line(2, "Line.action: Store.request: int expected, not [0]"),
     ),
     "a line that is nested without end": (
         HEAD + "[" * 100_000 + "]" * 100_000 + "\n",

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvproof_spec.choices import KINDS, choices
+from kvproof_spec.choices import KINDS, Choice, Scope, choices
 from kvproof_spec.judgement import Violation
 from kvproof_spec.state import ActionDisabled
 from kvproof_spec.trace import Header, Trace, dump_trace, write_trace
@@ -23,7 +23,7 @@ from kvproof_stateful.exits import (
     EXIT_VIOLATION,
 )
 from kvproof_stateful.expectations import BadExpectations, KnownViolation
-from kvproof_stateful.plan import Asked, Pick, Plan, draw_pick, draw_scope, weights
+from kvproof_stateful.plan import WHILE_DRAINING, Asked, Pick, Plan, draw_pick, draw_scope, weights
 from kvproof_stateful.running import TARGET_FAILED, Judging, Run, perform_actions
 from kvproof_stateful.target import Target, TargetFailed, TargetTimedOut, UnsupportedConfig
 
@@ -49,6 +49,18 @@ class Budget:
 
     actions: int | None = None
     seconds: float | None = None
+
+
+DRAINED = 0.3
+"""Of the runs of a target that schedules itself, those that end with everything finished."""
+
+
+@dataclass(slots=True)
+class Ran:
+    """What a run has picked, and the goals that it has reached."""
+
+    picks: list[Pick] = field(default_factory=list)
+    reached: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +201,8 @@ class Campaign:
         coverage = self.result.coverage
         scope = draw_scope(rng, self.hello, self.asked)
         weight = weights(rng, self.hello.observed)
-        features = sorted(scope.features)
-        picks: list[Pick] = []
-        reached: set[str] = set()
-        coverage.runs += 1
+        ran = Ran()
+        coverage.begin(sorted(scope.features))
         try:
             run = Run(self.target, self.judging, scope.config, self.action_seconds)
         except UnsupportedConfig as reason:
@@ -202,24 +212,42 @@ class Campaign:
             return
         try:
             for _ in range(self._run_length()):
-                choice, parameters = draw_pick(rng, choices(run.state, scope), weight)
-                picks.append(Pick(KINDS.index(choice.kind), choice.request, parameters))
-                before = run.state
-                action = choice.action(parameters)
-                answer = run.step(action)
-                failed = choice.kind == "complete load" and parameters != (0,)
-                coverage.count(choice.kind, features, answer, failed)
-                for goal in goals_of(before, action, answer):
-                    coverage.goals[goal] += 1
-                    reached.add(goal)
+                self._one_action(run, scope, draw_pick(rng, choices(run.state, scope), weight), ran)
+            if self.hello.observed and rng.random() < DRAINED:
+                self._drain(run, scope, rng, ran)
         except UnsupportedConfig as reason:
             coverage.skipped[str(reason)] += 1
         except (Violation, TargetFailed) as broken:
             coverage.lines += 1
             hung = isinstance(broken, TargetTimedOut)
-            self._broken(run, Plan(scope, tuple(picks)), reached, hung)
+            self._broken(run, Plan(scope, tuple(ran.picks)), ran.reached, hung)
         finally:
             coverage.evaluate(run.oracle.evaluated)
+
+    def _one_action(
+        self, run: Run, scope: Scope, drawn: tuple[Choice, tuple[int, ...]], ran: Ran
+    ) -> None:
+        choice, parameters = drawn
+        ran.picks.append(Pick(KINDS.index(choice.kind), choice.request, parameters))
+        before = run.state
+        action = choice.action(parameters)
+        answer = run.step(action)
+        failed = choice.kind == "complete load" and parameters != (0,)
+        self.result.coverage.count(choice.kind, sorted(scope.features), answer, failed)
+        for goal in goals_of(before, action, answer):
+            self.result.coverage.goals[goal] += 1
+            ran.reached.add(goal)
+
+    def _drain(self, run: Run, scope: Scope, rng: Random, ran: Ran) -> None:
+        """Nothing comes any more, and every operation returns: what is there has to finish."""
+        state = run.state
+        while state.requests or state.steps or state.transfers:
+            enabled = [c for c in choices(state, scope) if WHILE_DRAINING[c.kind]]
+            if not enabled or self._run_length() < 1:
+                return
+            self._one_action(run, scope, draw_pick(rng, enabled, WHILE_DRAINING), ran)
+            state = run.state
+        self.result.coverage.goals["drained"] += 1
 
     def _run_length(self) -> int:
         if self.budget.actions is None:

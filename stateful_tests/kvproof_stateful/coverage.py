@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 from kvproof_spec.actions import (
@@ -12,11 +13,12 @@ from kvproof_spec.actions import (
     Allocate,
     CompleteLoad,
     CompleteStep,
+    CompleteStore,
     Issue,
     Lookup,
     Release,
 )
-from kvproof_spec.answers import Answer, Forgotten, Granted, Hit, Refused, Scheduled
+from kvproof_spec.answers import Answer, Forgotten, Granted, Hit, Raised, Refused, Scheduled
 from kvproof_spec.derived import has_stale_rows
 from kvproof_spec.state import State
 
@@ -36,6 +38,15 @@ GOALS: dict[str, str] = {
     "load of everything": "an unordered load was granted for every known token",
     "load failed": "an unordered load failed",
     "load failed half way": "an unordered load failed after its first blocks",
+    "load outlived": "a load ended whose request had left",
+    "hit inside a block": "a lookup found a prefix that ends inside a block",
+    "copied": "a page was copied before it was written",
+    "copied for the cache": "the cache was given a copy, and the request kept the source",
+    "stored": "a store ended",
+    "store outlived": "a store ended whose request had left",
+    "row moved": "rejected drafts moved a row of a later step",
+    "external beside a state": "external tokens were granted, or crashed, with a state group",
+    "drained": "everything finished once nothing came any more",
     "forget refused": "forgetting everything was refused",
 }
 
@@ -52,6 +63,7 @@ class Coverage:
     total_refused: Counter[str] = field(default_factory=Counter)
     goals: Counter[str] = field(default_factory=Counter)
     evaluated: Counter[tuple[str, str]] = field(default_factory=Counter)  # (rule, evidence)
+    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)  # runs by two features
     skipped: Counter[str] = field(default_factory=Counter)  # by reason
     known: Counter[str] = field(default_factory=Counter)  # expected violations, by rule
 
@@ -65,6 +77,11 @@ class Coverage:
         for feature in features:
             by_feature[kind, feature] += 1
         self.lines += 1
+
+    def begin(self, features: Iterable[str]) -> None:
+        """A run with these features, sorted, begins."""
+        self.runs += 1
+        self.pairs.update(combinations(features, 2))
 
     def evaluate(self, evaluated: dict[Any, int]) -> None:
         self.evaluated.update(evaluated)
@@ -102,6 +119,9 @@ class Coverage:
                 rule: {e: count for (r, e), count in sorted(self.evaluated.items()) if r == rule}
                 for rule in sorted({rule for rule, _ in self.evaluated})
             },
+            "runs_by_pair": {
+                f"{one} {other}": runs for (one, other), runs in sorted(self.pairs.items())
+            },
             "skipped": dict(sorted(self.skipped.items())),
             "known_violations": dict(sorted(self.known.items())),
         }
@@ -111,11 +131,15 @@ def goals_of(before: State, action: Action, answer: Answer) -> list[str]:
     """The goals that this answer reaches."""
     match action, answer:
         case Lookup(), Hit() if answer.tokens:
-            return ["hit", *(["hit of a step in flight"] if before.steps else [])]
+            inside = answer.tokens % before.config.common_block != 0
+            goals = {"hit of a step in flight": before.steps, "hit inside a block": inside}
+            return ["hit", *(goal for goal, reached in goals.items() if reached)]
         case Allocate(), Refused():
             return ["refused"]
         case Allocate(), Granted():
-            return _goals_of_a_grant(before, action)
+            return _goals_of_a_grant(before, action, answer)
+        case Allocate(), Raised():
+            return ["external beside a state"] if _beside_a_state(before, action) else []
         case Release(reason="preempt"), _:
             left = before.find(action.request)
             return ["preempted", *(["unissued"] if left.scheduled else [])]
@@ -128,24 +152,40 @@ def goals_of(before: State, action: Action, answer: Answer) -> list[str]:
         case CompleteStep(), _:
             return _goals_of_a_return(before, action)
         case CompleteLoad(), _:
-            load = before.find(action.request).load or (0, 0)
-            if action.tokens == load[1]:
-                return ["load"]
-            return ["load failed half way" if action.tokens else "load failed"]
+            return [_goal_of_a_load(before, action)]
+        case CompleteStore(), _:
+            return ["stored", *(["store outlived"] if before.get(action.request) is None else [])]
         case _, Forgotten(done=False):
             return ["forget refused"]
         case _:
             return []
 
 
-def _goals_of_a_grant(before: State, action: Allocate) -> list[str]:
+def _goal_of_a_load(before: State, action: CompleteLoad) -> str:
+    request = before.get(action.request)
+    if request is None or request.load is None:
+        return "load outlived"
+    if action.tokens == request.load[1]:
+        return "load"
+    return "load failed half way" if action.tokens else "load failed"
+
+
+def _goals_of_a_grant(before: State, action: Allocate, answer: Granted) -> list[str]:
     request, goals = before.find(action.request), []
     if request.status == "preempted":
         goals += ["resumed"]
         goals += ["resumed with a hit"] if before.hit and before.hit.tokens else []
     if action.unordered and action.segments(before).total == request.known:
         goals += ["load of everything"]
+    goals += ["external beside a state"] if _beside_a_state(before, action) else []
+    for copy in answer.copies:
+        own = copy.destination in answer.tables[copy.group]
+        goals += ["copied" if own else "copied for the cache"]
     return goals
+
+
+def _beside_a_state(before: State, action: Allocate) -> bool:
+    return bool(action.external) and any(group.kind == "state" for group in before.config.groups)
 
 
 def _goals_of_a_schedule(before: State, answer: Scheduled) -> list[str]:
@@ -172,4 +212,6 @@ def _goals_of_a_return(before: State, action: CompleteStep) -> list[str]:
             goals.append("outlived")
         if output.accepted < drafted[output.request]:
             goals.append("draft rejected")
+            later = [row.request for step in before.steps[1:] for row in step.rows]
+            goals += ["row moved"] if output.request in later else []
     return goals

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from kvproof_spec.choices import KINDS, Choice, Scope
-from kvproof_spec.config import Config, Group, Scheduling
+from kvproof_spec.config import KINDS as GROUP_KINDS
+from kvproof_spec.config import Config, Group, Kind, Scheduling
+from kvproof_spec.prefix import TOKENS_ONLY, Inputs, Item
 from kvproof_stateful.target import Hello
 
 GROUPS: tuple[tuple[Group, ...], ...] = (
@@ -16,12 +18,28 @@ GROUPS: tuple[tuple[Group, ...], ...] = (
     (Group("full", 4), Group("sliding", 4, 8)),
     (Group("full", 2), Group("sliding", 2, 3)),
     (Group("full", 4), Group("sliding", 4, 32)),
+    (Group("full", 4), Group("sliding", 4, 8), Group("sliding", 4, 12)),
+    (Group("full", 4), Group("chunked", 4, 8)),
+    (Group("full", 4), Group("state", 4)),
+    (Group("full", 4), Group("state", 4), Group("state", 4)),
+    (Group("full", 4), Group("cross", 4)),
+    (Group("full", 8), Group("sliding", 4, 6)),
+    (Group("full", 4), Group("sliding", 8, 12)),
+    (Group("full", 4, drafter=True),),
+    (Group("full", 4, drafter=True), Group("sliding", 4, 8, drafter=True)),
+    (Group("full", 8), Group("sliding", 4, 8, drafter=True)),
 )
 """The groups of a campaign that is given none, one of them a run."""
+
+LAYOUT = frozenset((*GROUP_KINDS, "mixed", "drafter"))
+"""The features that are the groups' own."""
 
 SAMPLES = (1, 2, 3)
 """Token ids that a step may sample; prompts are made of them too, so that they meet."""
 
+
+PATIENCE = 400
+"""Steps in which the few requests of a run must finish, each by itself if need be."""
 
 SAMPLED = (2, 6, 12)
 """Tokens after which a request ends, where the target's own scheduler ends it."""
@@ -88,6 +106,7 @@ def draw_scope(rng: Random, hello: Hello, asked: Asked) -> Scope:
     unit = max(group.block_size for group in groups)
     max_requests = rng.randint(2, 5) if not hello.observed else rng.randint(4, 9)
     prompts = draw_prompts(rng, unit)
+    partial = "partial" in features
     config = Config(
         groups=groups,
         num_blocks=asked.num_blocks or draw_pool(rng, groups, prompts, hello.observed),
@@ -96,6 +115,8 @@ def draw_scope(rng: Random, hello: Hello, asked: Asked) -> Scope:
         defers_returns={"async", "external"} <= features or rng.random() < 0.3,
         ordering="strict" if asked.strict else "stream",
         worker="worker" in features,
+        partial_boundary=min(group.block_size for group in groups) // 2 if partial else None,
+        clears="clear" in features,
     )
     if asked.strict:
         config = replace(config, defers_returns=True)
@@ -111,30 +132,105 @@ def draw_scope(rng: Random, hello: Hello, asked: Asked) -> Scope:
         max_request_tokens=12 * unit,
         priorities=(0, 1, 9) if hello.observed else (0,),
         max_sampled=SAMPLED if hello.observed else (None,),
+        inputs=draw_inputs(rng, features, unit),
+        encoder_tokens=tuple(range(1, 3 * unit)) if "cross" in features else (0,),
+        transfers=draw_transfers(rng, features, prompts) if hello.observed else NO_TRANSFERS,
+    )
+
+
+NO_TRANSFERS = ((0, False, False),)
+
+
+def draw_transfers(
+    rng: Random, features: frozenset[str], prompts: Sequence[Sequence[int]]
+) -> tuple[tuple[int, bool, bool], ...]:
+    """Tokens that a connector has of a request, whether its load is unordered, and a store."""
+    longest = max(len(prompt) for prompt in prompts)
+    return NO_TRANSFERS + tuple(
+        (
+            rng.randint(1, longest) if "external" in features and rng.random() < 0.8 else 0,
+            rng.random() < 0.6,
+            "store" in features and rng.random() < 0.7,
+        )
+        for _ in range(4)
     )
 
 
 def possible_groups(hello: Hello, asked: Asked) -> list[tuple[Group, ...]]:
-    wanted = hello.features if asked.features is None else asked.features
-    kinds = {kind for kind in ("full", "sliding") if kind in wanted} or {"full"}
-    fitting = [groups for groups in GROUPS if {group.kind for group in groups} <= kinds]
+    """Of the known groups those with only what is wanted, and all of it if it was asked for."""
+    wanted = (hello.features if asked.features is None else asked.features) & LAYOUT
+    if not wanted & set(GROUP_KINDS):
+        wanted |= {"full"}
+    fitting = [groups for groups in GROUPS if layout_of(groups) <= wanted]
     if asked.features is not None:
-        fitting = [groups for groups in fitting if {group.kind for group in groups} == kinds]
+        fitting = [groups for groups in fitting if layout_of(groups) == wanted] or fitting
+    if not fitting:
+        raise ImpossibleConfig(f"no groups of {', '.join(sorted(wanted))} alone: name --groups")
     return fitting
+
+
+def layout_of(groups: tuple[Group, ...]) -> frozenset[str]:
+    """The features that these groups need."""
+    found: set[str] = {group.kind for group in groups}
+    found |= {"mixed"} if len({group.block_size for group in groups}) > 1 else set()
+    found |= {"drafter"} if any(group.drafter for group in groups) else set()
+    return frozenset(found)
 
 
 def draw_features(
     rng: Random, hello: Hello, asked: Asked, groups: tuple[Group, ...]
 ) -> frozenset[str]:
-    """The group kinds, and the features asked for; else each with its own chance."""
-    kinds = frozenset(group.kind for group in groups)
+    """What the groups need, and the features asked for; else each with its own chance."""
+    layout = layout_of(groups)
+    impossible = impossible_with(groups)
     if asked.features is not None:
-        return (asked.features - {"full", "sliding"}) | kinds
-    optional = sorted(hello.features - {"full", "sliding"})
-    chance = {"uncached": 0.3, "worker": 0.9}
-    drawn = {feature for feature in optional if rng.random() < chance.get(feature, 0.75)}
-    always = {"preempt", "worker"} if hello.observed else set()  # its scheduler's own doing
-    return kinds | drawn | always
+        features = (asked.features - LAYOUT) | layout
+    else:
+        chance = {"uncached": 0.2, "worker": 0.9, **dict.fromkeys(INPUTS, 0.25)}
+        optional = sorted(hello.features - LAYOUT - impossible)
+        drawn = {feature for feature in optional if rng.random() < chance.get(feature, 0.75)}
+        always = {"preempt", "worker"} if hello.observed else set()  # its scheduler's own doing
+        features = layout | drawn | always
+    if "cross" in layout:
+        features |= {"uncached"}
+    if "uncached" in features:
+        features -= {"partial"}
+    return features
+
+
+def impossible_with(groups: tuple[Group, ...]) -> frozenset[str]:
+    """The features that make no sense with these groups."""
+    kinds = layout_of(groups)
+    partial = kinds == {"full", "state"}
+    loads = "cross" not in kinds
+    return frozenset(() if partial else ("partial",)) | frozenset(() if loads else ("external",))
+
+
+INPUTS = ("lora", "lora version", "multimodal", "embeds", "salt")
+"""The features that decide content beside the token ids."""
+
+
+def draw_inputs(rng: Random, features: frozenset[str], unit: int) -> tuple[Inputs, ...]:
+    """Inputs that are equal, or differ in one dimension or more."""
+    drawn = []
+    for _ in range(4 if features & set(INPUTS) else 1):
+        lora = rng.choice((None, "a", "b")) if "lora" in features else None
+        if "lora version" in features:
+            lora = rng.choice((None, "a"))
+        version = rng.randint(0, 1) if lora is not None and "lora version" in features else 0
+        salt = rng.choice((None, "x", "y")) if "salt" in features else None
+        items: tuple[Item, ...] = ()
+        if "multimodal" in features and rng.random() < 0.7:
+            items = (Item(rng.choice(("cat", "dog")), rng.randint(0, unit), unit + 1),)
+        embeds: tuple[tuple[int, int], ...] = ()
+        if "embeds" in features:  # an engine keys by the whole prompt's embeddings, or by none
+            embeds = ((0, 0), (rng.randint(1, 2 * unit), rng.randint(0, 1)))
+        drawn.append(Inputs(lora, version, salt, items, embeds))
+    return (
+        tuple(dict.fromkeys((drawn[0], *drawn)))
+        if "embeds" in features
+        else (tuple(dict.fromkeys((TOKENS_ONLY, *drawn))))
+    )
 
 
 def draw_prompts(rng: Random, unit: int) -> tuple[tuple[int, ...], ...]:
@@ -174,6 +270,7 @@ def with_scheduling(rng: Random, config: Config, features: frozenset[str]) -> Co
         long_prefill_token_threshold=rng.choice((0, 4, 4, 8, 8)),
         whole_sequence_check=rng.random() < 0.1,
         stop_token=rng.choice((None, SAMPLES[0])),
+        patience=PATIENCE,
     )
     return replace(
         config,
@@ -184,23 +281,27 @@ def with_scheduling(rng: Random, config: Config, features: frozenset[str]) -> Co
 
 def parse_groups(text: str) -> tuple[Group, ...]:
     """`full:4,sliding:4:32`: kind, block size and, for a window, its length, in tokens."""
-    groups = []
-    for part in text.split(","):
-        kind, *numbers = part.strip().split(":")
-        try:
+    return tuple(_parse_group(part.strip()) for part in text.split(","))
+
+
+SIZES: dict[Kind, int] = {"full": 1, "sliding": 2, "chunked": 2, "state": 1, "cross": 1}
+"""Numbers of a group: its block size and, for a window, its length."""
+
+
+def _parse_group(text: str) -> Group:
+    kind, *rest = text.split(":")
+    drafter = rest[-1:] == ["drafter"]
+    numbers = rest[:-1] if drafter else rest
+    for known, count in SIZES.items():
+        if kind == known and len(numbers) == count and all(map(str.isdecimal, numbers)):
             sizes = [int(number) for number in numbers]
-        except ValueError:
-            sizes = []
-        if kind == "full" and len(sizes) == 1 and sizes[0] > 0:
-            groups.append(Group("full", sizes[0]))
-        elif kind == "sliding" and len(sizes) == 2 and sizes[0] > 0 and sizes[1] > 1:
-            groups.append(Group("sliding", sizes[0], sizes[1]))
-        else:
-            raise ImpossibleConfig(
-                f"no group {part!r}: full:BLOCK_SIZE or sliding:BLOCK_SIZE:WINDOW is expected, "
-                "in tokens, a window of more than one"
-            )
-    return tuple(groups)
+            if sizes[0] > 0 and sizes[-1] > (kind == "sliding"):
+                return Group(known, sizes[0], sizes[1] if count == 2 else 0, drafter)
+    raise ImpossibleConfig(
+        f"no group {text!r}: full:BLOCK_SIZE, sliding:BLOCK_SIZE:WINDOW, "
+        "chunked:BLOCK_SIZE:CHUNK, state:BLOCK_SIZE or cross:BLOCK_SIZE is expected, perhaps "
+        "with :drafter, in tokens, a window of more than one"
+    )
 
 
 def weights(rng: Random, observed: bool = False) -> dict[str, float]:
@@ -222,6 +323,8 @@ WEIGHTS: dict[str, float] = {
     "issue": 5,
     "complete step": 5,
     "complete load": 2,
+    "store": 0.8,
+    "complete store": 1,
     "publish": 0.6,
     "trim": 0.5,
     "finish": 1,
@@ -236,5 +339,10 @@ AROUND_A_SCHEDULER: dict[str, float] = {
     "submit": 1.5,
     "issue": 5,
     "complete step": 5,
+    "complete load": 1.5,
+    "complete store": 1.5,
     "abort": 0.05,
 }
+"""For targets that schedule themselves."""
+
+WHILE_DRAINING = {**AROUND_A_SCHEDULER, "submit": 0, "abort": 0}

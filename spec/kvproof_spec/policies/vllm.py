@@ -1,25 +1,28 @@
-"""What vLLM 0.32 does, exactly: block ids, free order, hits, keys and refusals.
+"""What vLLM does, exactly: block ids, free order, hits, keys, copies and refusals.
 
 Sources: vllm/v1/core/{block_pool,kv_cache_coordinator,single_type_kv_cache_manager,
-kv_cache_manager}.py of vLLM 0.32.0.  The policy keeps its own state beside the core's: the
-free order, the index with the copies of each key, tables, and published counts.
+kv_cache_manager}.py of vLLM 0.32.0 and 0.20.2.  The policy keeps its own state beside the
+core's: the free order, the index with the copies of each key, and what each group has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable
+from typing import Self
 
 from kvproof_spec.actions import (
     Action,
     Allocate,
     CompleteLoad,
     CompleteStep,
+    CompleteStore,
     Forget,
     Issue,
     Lookup,
     Publish,
     Release,
     Segments,
+    Store,
     Submit,
     Trim,
 )
@@ -27,343 +30,204 @@ from kvproof_spec.answers import (
     Answer,
     Forgotten,
     Granted,
-    Hit,
+    Raised,
     Refused,
     Returned,
     Snapshot,
     Trimmed,
 )
-from kvproof_spec.config import Config, Group, ceil_div
-from kvproof_spec.derived import processed_tokens, tokens_in_flight, unissued_cells
-from kvproof_spec.pages import NULL_BLOCK, Tables, normal_blocks
-from kvproof_spec.prefix import Prefix
+from kvproof_spec.config import Config, Kind
+from kvproof_spec.derived import processed_tokens, transfer_of, unissued_cells
+from kvproof_spec.pages import Copy, Tables
+from kvproof_spec.policies.groups import CrossPolicy, FullPolicy, GroupPolicy, WindowPolicy
+from kvproof_spec.policies.layout import Layout
+from kvproof_spec.policies.lookup import HitFinder
+from kvproof_spec.policies.pool import PoolExhausted, VllmPool
+from kvproof_spec.policies.releases import VLLM_0_32
+from kvproof_spec.policies.releases import Release as VllmRelease
+from kvproof_spec.policies.returns import Returns, waiting
+from kvproof_spec.policies.states import StatePolicy
 from kvproof_spec.state import Request, State
 
-Key = tuple[int, Prefix]  # (group, content of the block's last position)
-
-
-class UnknownToPolicy(ValueError):
-    """The policy cannot predict this configuration; the message says why."""
-
-
-class VllmPool:
-    """Free order and index.  Unhashed blocks are reused first, hashed ones last."""
-
-    def __init__(self, num_blocks: int, caching: bool) -> None:
-        self.caching = caching
-        self.free_order: tuple[int, ...] = normal_blocks(num_blocks)
-        self.references = [0] * num_blocks
-        self.key_of: dict[int, Key] = {}
-        self.copies: dict[Key, dict[int, None]] = {}  # the first one is returned
-
-    def take(self, count: int) -> list[int]:
-        taken = list(self.free_order[:count])
-        if count:
-            self.free_order = self.free_order[count:]
-        for block in taken:
-            self.forget(block)
-            self.references[block] += 1
-        return taken
-
-    def hold(self, blocks: Sequence[int]) -> None:
-        reclaimed = [b for b in blocks if b != NULL_BLOCK and not self.references[b]]
-        if reclaimed:
-            free_order = list(self.free_order)
-            for block in reclaimed:
-                free_order.remove(block)
-            self.free_order = tuple(free_order)
-        for block in blocks:
-            self.references[block] += block != NULL_BLOCK
-
-    def free(self, batch: Iterable[int]) -> None:
-        first: list[int] = []
-        last: list[int] = []
-        for block in batch:
-            if block == NULL_BLOCK:
-                continue
-            self.references[block] -= 1
-            if not self.references[block]:
-                (last if self.caching and block in self.key_of else first).append(block)
-        if first or last:
-            self.free_order = (*first, *self.free_order, *last)
-
-    def publish(self, key: Key, block: int) -> None:
-        if self.key_of.get(block) != key:
-            self.forget(block)
-            self.key_of[block] = key
-            self.copies.setdefault(key, {})[block] = None
-
-    def forget(self, block: int) -> None:
-        key = self.key_of.pop(block, None)
-        if key is not None:
-            del self.copies[key][block]
-            if not self.copies[key]:
-                del self.copies[key]
-
-    def find(self, key: Key) -> int | None:
-        return next(iter(self.copies.get(key, ())), None)
-
-
-CORRECTIONS: dict[str, str] = {
-    "withdraws unissued": "what a request leaves unissued is no longer findable",
-    "restores last token": "a load of every known token keeps the window of the last one",
+OF_A_KIND: dict[Kind, type[GroupPolicy]] = {
+    "full": FullPolicy,
+    "sliding": WindowPolicy,
+    "chunked": GroupPolicy,
+    "state": StatePolicy,
+    "cross": CrossPolicy,
 }
-"""What vLLM 0.32 breaks, and an implementation that is otherwise equal may do right."""
 
 
 class VllmPolicy:
-    """vLLM 0.32's KVCacheManager over full attention and sliding window groups."""
+    """One release's KVCacheManager, and the driver's deferred returns around it."""
 
-    name = "vllm-0.32"
-
-    def __init__(self, config: Config, corrections: Collection[str] = ()) -> None:
-        if len({group.block_size for group in config.groups}) > 1:
-            raise UnknownToPolicy(f"policy {self.name} knows only groups of one block size")
+    def __init__(
+        self,
+        config: Config,
+        corrections: Collection[str] = (),
+        release: VllmRelease = VLLM_0_32,
+    ) -> None:
         self.config = config
         self.corrections = corrections
-        self.groups = config.groups
-        self.boundary = config.boundary
-        self.pool = VllmPool(config.num_blocks, config.caching)
-        self.tables: list[dict[int, list[int]]] = [{} for _ in config.groups]
-        self.published: list[dict[int, int]] = [{} for _ in config.groups]  # full blocks
-        self.deferred: list[tuple[int, list[int]]] = []  # (last step, blocks)
+        self.release = release
+        self.name = release.name
+        self.layout = Layout(config, release, corrections)
+        self.returns = Returns()
+        self._build(VllmPool(config.num_blocks, release))
+
+    def _build(self, pool: VllmPool, like: tuple[GroupPolicy, ...] = ()) -> None:
+        self.pool = pool
+        self.finder = HitFinder(self.layout, pool)
+        self.groups = tuple(group.clone(pool) for group in like) or tuple(
+            OF_A_KIND[group.kind](group_id, self.layout, pool)
+            for group_id, group in enumerate(self.config.groups)
+        )
+
+    def clone(self) -> Self:
+        """A policy that goes on from here by itself."""
+        twin = type(self)(self.config, self.corrections, self.release)
+        twin.returns = Returns(self.returns.kept)
+        twin._build(self.pool.clone(), self.groups)
+        return twin
+
+    def memory(self) -> Hashable:
+        """Everything that later answers may depend on."""
+        groups = tuple(group.memory() for group in self.groups)
+        return self.pool.memory(), groups, self.returns.kept
 
     def predict(self, state: State, action: Action) -> Answer | None:
         match action:
             case Lookup():
-                return self._lookup(state.find(action.request))
+                return self.finder.hit(state.find(action.request))
             case Allocate():
                 return self._allocate(state, action)
+            case Issue():
+                self._step_begins()
             case CompleteStep():
-                return self._complete_step(action.step)
-            case CompleteLoad():
-                if action.tokens == 0:
-                    self._free(action.request)
+                return self._give_back(*self.returns.step_completed(action.step))
             case Publish():
                 self._publish(state.find(action.request), action.tokens)
             case Trim():
-                request = state.find(action.request)
-                self._trim(request.id, processed_tokens(state, request))
-                return Trimmed(self._tables_of(request.id))
+                return self._trim(state, state.find(action.request))
             case Release():
-                return self._release(state, action)
+                return self._release(state, state.find(action.request))
+            case CompleteStore() | CompleteLoad():
+                return self._transfer_completed(state, action)
             case Forget():
                 return self._forget(action)
-            case Submit() | Issue():
+            case Submit():
+                self.pool.names.submit(state.root, action)
+            case Store():
                 pass
         return None
 
     def snapshot(self) -> Snapshot:
-        copies = self.pool.copies.items()
-        keys = tuple(sorted((key[0], tuple(blocks)) for key, blocks in copies))
-        return Snapshot(free_order=self.pool.free_order, keys=keys)
+        return self.pool.snapshot()
 
     def _tables_of(self, request: int) -> Tables:
-        return tuple(tuple(table.get(request, ())) for table in self.tables)
-
-    # Lookup
-
-    def _lookup(self, request: Request) -> Hit:
-        longest = request.known - 1
-        if not self.config.caching:
-            return Hit(0, self.config.no_tables)
-        if len(self.groups) == 1:
-            blocks = self._longest_hit(0, request, longest)
-            return Hit(len(blocks) * self.groups[0].block_size, (tuple(blocks),))
-        return self._common_hit(request, longest)
-
-    def _common_hit(self, request: Request, longest: int) -> Hit:
-        """Shrink the boundary, full attention first, until every group agrees."""
-        order = sorted(range(len(self.groups)), key=lambda g: self.groups[g].kind != "full")
-        found: dict[int, list[int]] = {}
-        while True:
-            boundary = longest
-            for group_id in order:
-                group = self.groups[group_id]
-                if group.kind == "full" and group_id in found:
-                    boundary = min(boundary, len(found[group_id]) * group.block_size)
-                    continue
-                found[group_id] = self._longest_hit(group_id, request, boundary)
-                boundary = len(found[group_id]) * group.block_size
-            if boundary >= longest:
-                break
-            longest = boundary
-            if len(order) == 2 and self.groups[order[0]].kind == "full":
-                break
-        for group_id, blocks in found.items():
-            if self.groups[group_id].kind == "full":
-                del blocks[self.groups[group_id].blocks_for(longest) :]
-        return Hit(longest, tuple(tuple(found[group_id]) for group_id in range(len(order))))
-
-    def _longest_hit(self, group_id: int, request: Request, longest: int) -> list[int]:
-        group = self.groups[group_id]
-        entries = longest // group.block_size
-        copies = (self._cached(group_id, request, entry) for entry in range(entries))
-        if group.kind == "full":
-            return self._cut_to_boundary(group, leading(copies))
-        return self._longest_window_hit(group, list(copies))
-
-    def _longest_window_hit(self, group: Group, copies: list[int | None]) -> list[int]:
-        """The rightmost run of cached blocks that fills a window, or the run at the start."""
-        wanted = ceil_div(group.window - 1, group.block_size)
-        blocks, run = [NULL_BLOCK] * len(copies), 0
-        for entry in reversed(range(len(copies))):
-            block = copies[entry]
-            if block is None:
-                run = 0
-                continue
-            if run == 0 and (entry + 1) * group.block_size % self.boundary:
-                continue
-            blocks[entry] = block
-            run += 1
-            if run >= wanted:
-                return blocks[: entry + run]
-        return self._cut_to_boundary(group, blocks[:run])
-
-    def _cut_to_boundary(self, group: Group, blocks: list[int]) -> list[int]:
-        tokens = len(blocks) * group.block_size
-        return blocks[: (tokens - tokens % self.boundary) // group.block_size]
-
-    def _cached(self, group_id: int, request: Request, entry: int) -> int | None:
-        return self.pool.find((group_id, self._last_content(group_id, request, entry)))
-
-    def _last_content(self, group_id: int, request: Request, entry: int) -> Prefix:
-        return request.content[(entry + 1) * self.groups[group_id].block_size - 1]
+        return tuple([tuple(group.table(request)) for group in self.groups])
 
     # Allocate
 
     def _allocate(self, state: State, action: Allocate) -> Answer:
         request, ends = state.find(action.request), action.segments(state)
+        if "restores last token" not in self.corrections:
+            ends = ends._replace(restart=ends.total)
         hit = action.tables_before(state) if request.status != "running" else None
-        if action.whole_sequence and self._needed(request, ends, hit, request.known) > len(
-            self.pool.free_order
-        ):
+        if not self._fits(request, ends, hit, action):
             return Refused(self._tables_of(request.id))
-        self._trim(request.id, ends.processed)
-        needed = self._needed(request, ends, hit, None)
-        if needed + action.headroom > len(self.pool.free_order):
-            return Refused(self._tables_of(request.id))
-        if hit is not None:
-            self._admit(request, ends, hit)
-        new = tuple(
-            tuple(self._grow(group_id, request, ends.reserved))
-            for group_id in range(len(self.groups))
-        )
+        try:
+            new, copies = self._take(request, ends, hit)
+        except PoolExhausted as error:
+            return Raised(f"ValueError: {error}")
         if not action.unordered:
             self._publish(request, min(ends.target, request.known))
-        return Granted(self._tables_of(request.id), new)
+        return Granted(self._tables_of(request.id), new, copies)
 
-    def _needed(
-        self, request: Request, ends: Segments, hit: Tables | None, whole: int | None
-    ) -> int:
-        """Blocks over all groups, reclaimable hits included."""
-        needed = 0
-        for group_id, group in enumerate(self.groups):
-            entries = group.blocks_for(ends.reserved if whole is None else whole)
-            if whole is not None:
-                limits = self.config.max_in_flight_tokens, self.config.max_model_len
-                entries = min(entries, group.most_blocks(*limits))
-            if hit is None:
-                held = len(self.tables[group_id].get(request.id, ()))
-                needed += max(entries - held, 0)
-                continue
-            first = group.first_needed_block(self._restart(ends))
-            blocks = hit[group_id]
-            needed += max(entries - max(first, len(blocks)), 0)
-            needed += sum(b != NULL_BLOCK and not self.pool.references[b] for b in blocks[first:])
-        return needed
+    def _fits(self, request: Request, ends: Segments, hit: Tables | None, action: Allocate) -> bool:
+        """Also gives back what has left the window, whether or not the rest fits."""
+        hits: Tables | tuple[None, ...] = (None,) * len(self.groups) if hit is None else hit
+        each = list(zip(self.groups, hits, strict=True))
+        if action.whole_sequence:
+            needed = sum([group.needed_for_whole(request, ends, own) for group, own in each])
+            if needed > len(self.pool.free_order):
+                return False
+        for group in self.groups:
+            group.trim(request.id, ends.processed if self.release.trims_processed else ends.total)
+        needed = sum([group.needed(request, ends, own) for group, own in each])
+        return needed + action.headroom <= len(self.pool.free_order)
 
-    def _admit(self, request: Request, ends: Segments, hit: Tables) -> None:
+    def _take(
+        self, request: Request, ends: Segments, hit: Tables | None
+    ) -> tuple[Tables, tuple[Copy, ...]]:
+        """New blocks by group, and the copies made."""
+        if hit is not None and (any(hit) or ends.total > ends.local):
+            self._adopt(request.id, ends, hit)
+        new, copies = [], []
+        for group in self.groups:
+            before = len(group.copies)
+            new.append(tuple(group.grow(request, ends)))
+            copies += group.copies[before:]
+        return tuple(new), tuple(copies)
+
+    def _adopt(self, request_id: int, ends: Segments, hit: Tables) -> None:
         """Hold all groups' hits first, then take the external tokens' blocks."""
-        for group_id, group in enumerate(self.groups):
-            first = group.first_needed_block(self._restart(ends))
-            kept = hit[group_id][first:]
-            self.pool.hold(kept)
-            has_content = any(hit) or ends.total > ends.local
-            nulls = [NULL_BLOCK] * first if has_content else []
-            self.tables[group_id][request.id] = [*nulls, *kept]
-            if has_content:
-                self.published[group_id][request.id] = len(nulls) + len(kept)
-        if ends.total > ends.local:
-            for group_id in range(len(self.groups)):
-                self._grow(group_id, request, ends.total)
-
-    def _restart(self, ends: Segments) -> int:
-        return ends.restart if "restores last token" in self.corrections else ends.total
-
-    def _grow(self, group_id: int, request: Request, tokens: int) -> list[int]:
-        table = self.tables[group_id].setdefault(request.id, [])
-        new = self.pool.take(max(self.groups[group_id].blocks_for(tokens) - len(table), 0))
-        table += new
-        return new
-
-    # Publication
+        external = ends.total > ends.local
+        for group, own in zip(self.groups, hit, strict=True):
+            group.adopt(request_id, ends, own)
+            if external and not self.release.holds_all_hits_first:
+                group.take_external(request_id, ends)
+        if external and self.release.holds_all_hits_first:
+            for group in self.groups:
+                group.take_external(request_id, ends)
 
     def _publish(self, request: Request, tokens: int) -> None:
-        if not self.config.caching:
-            return
-        if len(self.groups) > 1:
-            tokens -= tokens % self.boundary
-        for group_id, group in enumerate(self.groups):
-            first = self.published[group_id].get(request.id, 0)
-            end = tokens // group.block_size
-            table = self.tables[group_id].get(request.id, [])
-            for entry in self._worth_publishing(group, range(first, end)):
-                if table[entry] != NULL_BLOCK:
-                    content = self._last_content(group_id, request, entry)
-                    self.pool.publish((group_id, content), table[entry])
-            if first < end:
-                self.published[group_id][request.id] = end
+        if self.config.caching:
+            for group in self.groups:
+                group.publish(request, tokens)
 
-    def _worth_publishing(self, group: Group, entries: Sequence[int]) -> Iterator[int]:
-        """A window needs only the tail before each common boundary."""
-        per_boundary = self.boundary // group.block_size
-        tail = ceil_div(group.window - 1, group.block_size)
-        for entry in entries:
-            if group.kind == "full" or entry % per_boundary >= per_boundary - tail:
-                yield entry
+    def _step_begins(self) -> None:
+        self.pool.free([block for group in self.groups for block in group.step_begins()])
 
     # Giving back
 
-    def _trim(self, request: int, processed: int) -> None:
-        """Right to left, stopping at the first null."""
-        for group_id, group in enumerate(self.groups):
-            table = self.tables[group_id].get(request, [])
-            gone = []
-            for entry in reversed(range(min(group.first_needed_block(processed), len(table)))):
-                if table[entry] == NULL_BLOCK:
-                    break
-                gone.append(table[entry])
-                table[entry] = NULL_BLOCK
-            self.pool.free(gone)
+    def _trim(self, state: State, request: Request) -> Trimmed:
+        processed = processed_tokens(state, request)
+        for group in self.groups:
+            group.trim(request.id, processed)
+        return Trimmed(self._tables_of(request.id))
 
-    def _free(self, request: int) -> None:
-        """Group by group, each from its end: longer prefixes are reused before shorter ones."""
-        for tables, published in zip(self.tables, self.published, strict=True):
-            self.pool.free(reversed(tables.pop(request, [])))
-            published.pop(request, None)
+    def _transfer_completed(
+        self, state: State, action: CompleteStore | CompleteLoad
+    ) -> Returned | None:
+        orphan = transfer_of(state, action.request, inbound=True) is not None
+        if isinstance(action, CompleteStore) or orphan:
+            return self._give_back(*self.returns.transfer_completed(action.request))
+        if action.tokens == 0:
+            self._free(action.request)
+        return None
 
-    def _release(self, state: State, action: Release) -> Returned:
-        request = state.find(action.request)
+    def _release(self, state: State, request: Request) -> Returned:
         if "withdraws unissued" in self.corrections:
             for block, _, _, _ in unissued_cells(state, request):
                 self.pool.forget(block)
-        if self.config.defers_returns and tokens_in_flight(state, request):
-            kept = [block for tables in self.tables for block in tables.pop(request.id, ())]
-            self.deferred.append((state.steps[-1].id, [b for b in kept if b != NULL_BLOCK]))
-            for published in self.published:
-                published.pop(request.id, None)
+        kept = waiting(state, request)
+        if kept.waits:
+            blocks = [block for group in self.groups for block in group.leave(request.id)]
+            self.returns.keep(kept._replace(blocks=tuple(blocks)))
         else:
             self._free(request.id)
-        return self._kept_back()
+        return self._give_back()
 
-    def _complete_step(self, step: int) -> Returned:
-        while self.deferred and self.deferred[0][0] <= step:
-            self.pool.free(reversed(self.deferred.pop(0)[1]))
-        return self._kept_back()
+    def _free(self, request_id: int) -> None:
+        """Group by group, each from its end: longer prefixes are reused before shorter ones."""
+        for group in self.groups:
+            self.pool.free(reversed(group.leave(request_id)))
 
-    def _kept_back(self) -> Returned:
-        return Returned(tuple(block for _, blocks in self.deferred for block in blocks))
+    def _give_back(self, *batches: tuple[int, ...]) -> Returned:
+        for batch in batches:
+            self.pool.free(batch)
+        return Returned(self.returns.blocks())
 
     def _forget(self, action: Forget) -> Forgotten:
         if action.blocks is not None:
@@ -372,16 +236,5 @@ class VllmPolicy:
             return Forgotten(True)
         if any(self.pool.references):
             return Forgotten(False)
-        self.pool.key_of.clear()
-        self.pool.copies.clear()
+        self.pool.forget_everything()
         return Forgotten(True)
-
-
-def leading(copies: Iterable[int | None]) -> list[int]:
-    """The blocks before the first miss."""
-    blocks = []
-    for block in copies:
-        if block is None:
-            break
-        blocks.append(block)
-    return blocks

@@ -13,11 +13,13 @@ from kvproof_spec.actions import (
     Allocate,
     CompleteLoad,
     CompleteStep,
+    CompleteStore,
     Forget,
     Issue,
     Lookup,
     Publish,
     Release,
+    Store,
     Submit,
     Trim,
 )
@@ -35,6 +37,7 @@ from kvproof_spec.answers import (
 )
 from kvproof_spec.config import Config
 from kvproof_spec.pages import Tables
+from kvproof_spec.prefix import TOKENS_ONLY, Inputs
 from kvproof_stateful.target import Hello
 
 
@@ -44,6 +47,8 @@ class Progress:
 
     id: int
     tokens: list[int]
+    inputs: Inputs = TOKENS_ONLY
+    encoder_tokens: int = 0
     computed: int = 0
     in_flight: int = 0
     scheduled: int = 0
@@ -52,6 +57,7 @@ class Progress:
     hit: int = 0
     life: int = 0  # how often it has started anew
     admitted: bool = False
+    loading: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +90,15 @@ class DrivenTarget(ABC):
         self.requests: dict[int, Progress] = {}
         self.steps: list[tuple[int, list[InFlight]]] = []
         self.issued = 0
+        self.transferring: set[int] = set()  # requests whose unordered store or load is under way
         self.build(config)
 
     def perform(self, action: Action) -> Answer:
         match action:
             case Submit():
-                progress = Progress(action.request, list(action.symbols))
+                progress = Progress(
+                    action.request, list(action.symbols), action.inputs, action.encoder_tokens
+                )
                 self.requests[action.request] = progress
                 self.submit(progress)
                 return Done()
@@ -104,7 +113,15 @@ class DrivenTarget(ABC):
             case CompleteStep():
                 return self._complete_step(action)
             case CompleteLoad():
-                return self._complete_load(self.requests[action.request], action.tokens)
+                loading = self.requests.get(action.request)
+                if loading is None:
+                    return self._transfer_ended(action.request)
+                return self._complete_load(loading, action.tokens)
+            case Store():
+                self.transferring.add(action.request)
+                return Done()
+            case CompleteStore():
+                return self._transfer_ended(action.request)
             case Publish():
                 self.publish(self.requests[action.request], action.tokens)
                 return Done()
@@ -124,7 +141,7 @@ class DrivenTarget(ABC):
             total = progress.issued + action.external
             progress.computed = min(total, self.config.max_model_len)
             progress.scheduled, progress.drafts = action.new, action.drafts
-            progress.admitted = True
+            progress.admitted, progress.loading = True, action.unordered
         if isinstance(answer, Granted | Refused):
             progress.hit = 0
         return answer
@@ -161,16 +178,26 @@ class DrivenTarget(ABC):
         return Returned(deferred)
 
     def _complete_load(self, progress: Progress, tokens: int) -> Done:
+        progress.loading = False
         if tokens == 0:
-            self.free(progress, None)
+            self.free(progress, None, until_transferred=False)
             self._start_anew(progress)
         else:
+            if self.config.clears and tokens < progress.computed:
+                self.clear_from(progress, tokens)
             progress.computed = tokens - (tokens == len(progress.tokens))
         return Done()
 
+    def _transfer_ended(self, request_id: int) -> Returned:
+        self.transferring.discard(request_id)
+        return Returned(self.transfer_ended(request_id))
+
     def _release(self, progress: Progress, reason: str) -> Returned:
         defer = self.config.defers_returns and progress.in_flight and self.steps
-        deferred = self.free(progress, self.steps[-1][0] if defer else None)
+        if progress.loading:
+            self.transferring.add(progress.id)
+        transferring = progress.id in self.transferring
+        deferred = self.free(progress, self.steps[-1][0] if defer else None, transferring)
         if reason == "preempt":
             self._start_anew(progress)
         else:
@@ -179,7 +206,7 @@ class DrivenTarget(ABC):
 
     def _start_anew(self, progress: Progress) -> None:
         progress.computed = progress.in_flight = progress.scheduled = progress.hit = 0
-        progress.drafts, progress.admitted = (), False
+        progress.drafts, progress.admitted, progress.loading = (), False, False
         progress.life += 1
 
     @abstractmethod
@@ -212,8 +239,18 @@ class DrivenTarget(ABC):
     def trim(self, progress: Progress, processed: int) -> None: ...
 
     @abstractmethod
-    def free(self, progress: Progress, in_use_until: int | None) -> tuple[int, ...] | None:
-        """Free the blocks, at once or when a step has completed; what is kept back."""
+    def clear_from(self, progress: Progress, tokens: int) -> None:
+        """A load has left the blocks after `tokens` tokens unwritten: clear them."""
+
+    @abstractmethod
+    def transfer_ended(self, request_id: int) -> tuple[int, ...] | None:
+        """The request's store, or the load it has left behind, ends; what is still kept back."""
+
+    @abstractmethod
+    def free(
+        self, progress: Progress, in_use_until: int | None, until_transferred: bool
+    ) -> tuple[int, ...] | None:
+        """Free the blocks, at once or when a step and a transfer have ended; what is kept back."""
 
     @abstractmethod
     def forget(self, blocks: tuple[int, ...] | None) -> Forgotten: ...

@@ -22,7 +22,7 @@ from kvproof_spec.answers import (
 )
 from kvproof_spec.choices import FEATURES
 from kvproof_spec.config import Config
-from kvproof_spec.pages import Tables
+from kvproof_spec.pages import Copy, Tables
 from kvproof_spec.policies import CORRECTIONS
 from kvproof_stateful.target import Hello
 from kvproof_stateful.targets.driven import DrivenTarget, Progress
@@ -39,7 +39,7 @@ class PlainTarget(DrivenTarget):
             name=self.name,
             version=kvproof_stateful.__version__,
             features=frozenset(FEATURES),
-            claims=("I1", "I2", "I3", "I4", "I5", "I6", "R1", "R2", "R3", "R4", "R5", "R7"),
+            claims=("I1", "I2", "I3", "I4", "I5", "I6", "R1", "R2", "R3", "R4", "R5", "R6", "R7"),
             corrections=frozenset(CORRECTIONS),
         )
 
@@ -50,13 +50,15 @@ class PlainTarget(DrivenTarget):
             max_model_len=config.max_model_len,
             enable_caching=config.caching,
             max_in_flight_tokens=config.max_in_flight_tokens,
+            partial_boundary=config.partial_boundary,
+            clears=config.clears,
         )
         self.worker = Worker()
         self.known: dict[int, Request] = {}
         self.unsent: dict[int, list[Tables]] = {}  # ids granted since a row was sent, by request
 
     def submit(self, progress: Progress) -> None:
-        self.known[progress.id] = Request(progress.id, progress.tokens)
+        self.known[progress.id] = Request(progress.id, progress.tokens, inputs=progress.inputs)
 
     def _request(self, progress: Progress) -> Request:
         request = self.known[progress.id]
@@ -70,6 +72,7 @@ class PlainTarget(DrivenTarget):
         return Hit(tokens, tables)
 
     def allocate(self, progress: Progress, action: Allocate) -> Answer:
+        before = len(self.manager.pending_copies)
         try:
             new = self.manager.allocate_slots(
                 self._request(progress),
@@ -81,6 +84,7 @@ class PlainTarget(DrivenTarget):
                 delay_cache_blocks=action.unordered,
                 full_sequence_must_fit=action.whole_sequence,
                 reserved_blocks=action.headroom,
+                num_encoder_tokens=0 if progress.admitted else progress.encoder_tokens,
             )
         except Exception as error:
             return Raised(f"{type(error).__name__}: {error}")
@@ -88,12 +92,19 @@ class PlainTarget(DrivenTarget):
             return Refused(self.tables(progress.id))
         if progress.id in self.unsent:
             self.unsent[progress.id].append(new)
-        return Granted(self.tables(progress.id), new)
+        copies = tuple(Copy(*copy) for copy in self.manager.pending_copies[before:])
+        return Granted(self.tables(progress.id), new, copies)
 
     def issue(self, rows: list[Progress]) -> Issued:
+        copies = tuple(Copy(*copy) for copy in self.manager.take_block_copies())
+        cleared = tuple(self.manager.take_new_block_ids()) if self.config.clears else None
+        self.manager.new_step_starts()
+        return Issued(self._rows(rows), copies, cleared)
+
+    def _rows(self, rows: list[Progress]) -> tuple[SentRow, ...] | None:
         sent = []
         if not self.config.worker:
-            return Issued()
+            return None
         for progress in rows:
             if progress.id in self.unsent:
                 for new in self.unsent[progress.id]:
@@ -102,7 +113,7 @@ class PlainTarget(DrivenTarget):
                 self.worker.replace(progress.id, self.tables(progress.id))
             self.unsent[progress.id] = []
             sent.append(SentRow(progress.id, self.worker.row(progress.id)))
-        return Issued(tuple(sent))
+        return tuple(sent)
 
     def step_completed(self, step: int) -> tuple[int, ...]:
         self.manager.step_completed(step)
@@ -118,11 +129,20 @@ class PlainTarget(DrivenTarget):
     def trim(self, progress: Progress, processed: int) -> None:
         self.manager.remove_skipped_blocks(progress.id, processed)
 
-    def free(self, progress: Progress, in_use_until: int | None) -> tuple[int, ...]:
+    def clear_from(self, progress: Progress, tokens: int) -> None:
+        self.manager.record_blocks_for_zeroing(progress.id, tokens)
+
+    def transfer_ended(self, request_id: int) -> tuple[int, ...]:
+        self.manager.store_completed(request_id)
+        return self.manager.deferred_blocks()
+
+    def free(
+        self, progress: Progress, in_use_until: int | None, until_transferred: bool
+    ) -> tuple[int, ...]:
         request = self._request(progress)
         if progress.scheduled:
             self.manager.withdraw(request, progress.issued)
-        self.manager.free(request, in_use_until)
+        self.manager.free(request, in_use_until, until_transferred)
         if self.unsent.pop(progress.id, None) is not None:
             self.worker.remove(progress.id)
         return self.manager.deferred_blocks()

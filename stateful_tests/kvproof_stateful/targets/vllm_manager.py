@@ -16,8 +16,10 @@ from typing import Any
 
 from kvproof_spec.actions import Allocate
 from kvproof_spec.answers import Answer, Forgotten, Granted, Hit, Issued, Raised, Refused, Snapshot
+from kvproof_spec.choices import FEATURES
 from kvproof_spec.config import Config, Group
-from kvproof_spec.pages import NULL_BLOCK, Tables
+from kvproof_spec.pages import NULL_BLOCK, Copy, Tables
+from kvproof_spec.prefix import Inputs
 from kvproof_stateful.target import Hello, UnsupportedConfig
 from kvproof_stateful.targets.driven import DrivenTarget, Progress
 
@@ -26,14 +28,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torch
     import vllm
+    from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams
+    from vllm.v1 import kv_cache_interface
     from vllm.v1.core import kv_cache_manager, kv_cache_utils
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        SlidingWindowSpec,
-    )
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request, RequestStatus
 
     try:
@@ -51,36 +51,100 @@ def known_arguments(function: Any, **given: Any) -> dict[str, Any]:
 
 
 ALLOCATE = set(inspect.signature(kv_cache_manager.KVCacheManager.allocate_slots).parameters)
-FEATURES = {
-    "full",
-    "sliding",
-    "uncached",
-    "lookahead",
-    "external",
-    "preempt",
-    "abort",
-    "unissued",
-    "forget",
-    "trim",
-    "publish",
-    "async",
+SPECS = {
+    "full": "FullAttentionSpec",
+    "sliding": "SlidingWindowSpec",
+    "chunked": "ChunkedLocalAttentionSpec",
+    "state": "MambaSpec",
+    "cross": "CrossAttentionSpec",
 }
+"""By kind, vLLM's class in vllm/v1/kv_cache_interface.py."""
+
+
+def features() -> frozenset[str]:
+    """What this release can be asked for: it has no worker, and no part in transfers."""
+    manager = kv_cache_manager.KVCacheManager
+    optional = {
+        "mixed": "scheduler_block_size" in inspect.signature(manager.__init__).parameters,
+        "partial": hasattr(manager, "take_kv_cache_block_copies"),
+        "drafter": "is_eagle_group" in fields_of(KVCacheGroupSpec),
+        "clear": hasattr(manager, "take_new_block_ids"),
+    }
+    missing = {feature for feature, there in optional.items() if not there}
+    return frozenset(FEATURES) - {"worker", "store", "abort loading"} - missing
+
+
+def fields_of(record: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(record)}
+
+
+class ClearsPages(KVCacheConfig):  # type: ignore[misc]
+    """A cache whose new blocks must be zeroed, as vLLM has for mixed precision."""
+
+    @property
+    def needs_kv_cache_zeroing(self) -> bool:
+        return True
 
 
 def cache_spec(group: Group) -> Any:
     """VLLM's description of a group: one head of size one in float32."""
-    kind = SlidingWindowSpec if group.kind == "sliding" else FullAttentionSpec
-    fields = {field.name for field in dataclasses.fields(kind)}
+    kind = getattr(kv_cache_interface, SPECS[group.kind])
+    known = fields_of(kind)
     given = {
         "block_size": group.block_size,
         "num_kv_heads": 1,
         "head_size": 1,
         "dtype": torch.float32,
         "use_mla": False,
+        "sliding_window": group.window,
+        "attention_chunk_size": group.window,
     }
-    if group.kind == "sliding":
-        given["sliding_window"] = group.window
-    return kind(**{name: value for name, value in given.items() if name in fields})
+    if group.kind == "state":
+        given |= {"shapes": ((1,),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+    return kind(**{name: value for name, value in given.items() if name in known})
+
+
+def group_spec(index: int, group: Group) -> Any:
+    drafter = {"is_eagle_group": True} if group.drafter else {}
+    return KVCacheGroupSpec([f"layer.{index}"], cache_spec(group), **drafter)
+
+
+def request_inputs(inputs: Inputs, tokens: int) -> dict[str, Any]:
+    """What else decides a prompt's content, as vLLM's Request takes it.
+
+    Another version of an adapter has the same name and another path.
+    """
+    given: dict[str, Any] = {"cache_salt": inputs.salt}
+    if inputs.lora is not None:
+        path = f"{inputs.lora}/{inputs.lora_version}"
+        given["lora_request"] = LoRARequest(inputs.lora, 1, path)
+    if inputs.items:
+        given["mm_features"] = [
+            MultiModalFeatureSpec(
+                data=None,
+                modality="image",
+                identifier=item.id,
+                mm_position=PlaceholderRange(offset=item.first, length=item.tokens),
+            )
+            for item in sorted(inputs.items, key=lambda item: item.first)
+        ]
+    if inputs.embeds:
+        given["prompt_embeds"] = torch.zeros(tokens, 1)
+        given["prompt_is_token_ids"] = [True] * tokens
+        for position, embedding in inputs.embeds:
+            given["prompt_embeds"][position] = 1 + embedding
+            given["prompt_is_token_ids"][position] = False
+    return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclasses.dataclass(slots=True)
+class KeptBack:
+    """Blocks of a request that has left, and what they wait for."""
+
+    request: int
+    blocks: list[Any]
+    step: int | None  # the last that was in flight
+    transferring: bool
 
 
 class VllmManagerTarget(DrivenTarget):
@@ -90,38 +154,42 @@ class VllmManagerTarget(DrivenTarget):
         return Hello(
             name="vllm-manager",
             version=vllm.__version__,
-            features=frozenset(FEATURES),
-            claims=("I1", "I2", "I3", "I4", "I6", "R1", "R2", "R3", "R4", "R5", "R7"),
+            features=features(),
+            claims=("I1", "I2", "I3", "I4", "I6", "R1", "R2", "R3", "R4", "R5", "R6", "R7"),
         )
 
     def build(self, config: Config) -> None:
-        sizes = [group.block_size for group in config.groups]
-        groups = [
-            KVCacheGroupSpec([f"layer.{index}"], cache_spec(group))
-            for index, group in enumerate(config.groups)
-        ]
-        cache_config = KVCacheConfig(
-            num_blocks=config.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups
+        cache_config = (ClearsPages if config.clears else KVCacheConfig)(
+            num_blocks=config.num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[group_spec(*numbered) for numbered in enumerate(config.groups)],
         )
         given = known_arguments(
             kv_cache_manager.KVCacheManager.__init__,
             kv_cache_config=cache_config,
             max_model_len=config.max_model_len,
             enable_caching=config.caching,
-            use_eagle=False,
+            use_eagle=any(group.drafter for group in config.groups),
             log_stats=False,
-            hash_block_size=math.gcd(*sizes),
-            scheduler_block_size=math.lcm(*sizes),
+            hash_block_size=config.hash_block,
+            scheduler_block_size=math.lcm(*(group.block_size for group in config.groups)),
             max_num_batched_tokens=config.max_in_flight_tokens,
             max_in_flight_tokens=config.max_in_flight_tokens,
         )
         self.manager = kv_cache_manager.KVCacheManager(**given)
         self.pool = self.manager.block_pool
-        self.hasher = kv_cache_utils.get_request_block_hasher(math.gcd(*sizes), sha256)
+        finds_partial = getattr(self.manager.coordinator, "enable_partial_hash_hits", False)
+        if config.caching and bool(finds_partial) != (config.partial_boundary is not None):
+            raise UnsupportedConfig(f"vLLM {vllm.__version__} finds hits inside blocks otherwise")
+        self.hasher = kv_cache_utils.get_request_block_hasher(config.hash_block, sha256)
         self.known: dict[int, Any] = {}
-        self.deferred: list[tuple[int, list[Any]]] = []
+        self.kept: list[KeptBack] = []
 
     def submit(self, progress: Progress) -> None:
+        inputs = request_inputs(progress.inputs, len(progress.tokens))
+        unknown = inputs.keys() - known_arguments(Request.__init__, **inputs).keys()
+        if unknown:
+            raise UnsupportedConfig(f"vLLM {vllm.__version__} has no {', '.join(sorted(unknown))}")
         given = known_arguments(
             Request.__init__,
             request_id=str(progress.id),
@@ -131,6 +199,7 @@ class VllmManagerTarget(DrivenTarget):
             eos_token_id=0,
             block_hasher=self.hasher,
             arrival_time=0.0,
+            **inputs,
         )
         self.known[progress.id] = Request(**given)
 
@@ -147,16 +216,20 @@ class VllmManagerTarget(DrivenTarget):
 
     def allocate(self, progress: Progress, action: Allocate) -> Answer:
         request = self._request(progress)
-        options = {
+        options: dict[str, Any] = {
             "num_lookahead_tokens": action.lookahead,
             "num_external_computed_tokens": action.external,
             "delay_cache_blocks": action.unordered,
             "full_sequence_must_fit": action.whole_sequence,
             "reserved_blocks": action.headroom,
+            "num_encoder_tokens": 0 if progress.admitted else progress.encoder_tokens,
         }
+        if action.unordered and self.config.clears:
+            options["skip_zeroing_group_ids"] = tuple(range(len(self.config.groups)))
         unknown = [name for name, value in options.items() if value and name not in ALLOCATE]
         if unknown:
             raise UnsupportedConfig(f"vLLM {vllm.__version__} has no {', '.join(unknown)}")
+        before = self._pending_copies()
         try:
             new = self.manager.allocate_slots(
                 request,
@@ -170,24 +243,51 @@ class VllmManagerTarget(DrivenTarget):
         if new is None:
             return Refused(self.tables(progress.id))
         request.status = RequestStatus.RUNNING
-        return Granted(self.tables(progress.id), tuple(map(tuple, new.get_block_ids())))
+        made = tuple(copy for copy in self._pending_copies() if copy not in before)
+        ids = tuple(map(tuple, new.get_block_ids()))
+        return Granted(self.tables(progress.id), ids, made)
+
+    def _pending_copies(self) -> list[Copy]:
+        return [
+            Copy(group, source.block_id, destination.block_id)
+            for group, manager in enumerate(self.manager.coordinator.single_type_managers)
+            for source, destination in getattr(manager, "_pending_cow_copies", ())
+        ]
 
     def issue(self, rows: list[Progress]) -> Issued:
+        copies, cleared = tuple(self._pending_copies()), None
         if hasattr(self.manager, "take_kv_cache_block_copies"):
             _, pinned = self.manager.take_kv_cache_block_copies()
             self.pool.free_blocks(pinned)
+        if self.config.clears:
+            cleared = tuple(self.manager.take_new_block_ids())
         if hasattr(self.manager, "new_step_starts"):
             self.manager.new_step_starts()
-        return Issued()
+        return Issued(None, copies, cleared)
 
     def step_completed(self, step: int) -> tuple[int, ...]:
-        while self.deferred and self.deferred[0][0] <= step:
-            self.pool.free_blocks(reversed(self.deferred.pop(0)[1]))
-        return self._kept_back()
+        for kept in self.kept:
+            if kept.step is not None and kept.step <= step:
+                kept.step = None
+        return self._given_back()
 
-    def _kept_back(self) -> tuple[int, ...]:
-        kept = (block.block_id for _, blocks in self.deferred for block in blocks)
-        return tuple(block for block in kept if block != NULL_BLOCK)
+    def clear_from(self, progress: Progress, tokens: int) -> None:
+        self.manager.record_blocks_for_zeroing(str(progress.id), tokens)
+
+    def transfer_ended(self, request_id: int) -> tuple[int, ...]:
+        for kept in self.kept:
+            if kept.request == request_id:
+                kept.transferring = False
+        return self._given_back()
+
+    def _given_back(self) -> tuple[int, ...]:
+        """Free what waits for nothing any more; the ids of the rest."""
+        for kept in self.kept:
+            if kept.step is None and not kept.transferring:
+                self.pool.free_blocks(reversed(kept.blocks))
+        self.kept = [kept for kept in self.kept if kept.step is not None or kept.transferring]
+        ids = (block.block_id for kept in self.kept for block in kept.blocks)
+        return tuple(block for block in ids if block != NULL_BLOCK)
 
     def sampled(self, progress: Progress, symbols: list[int]) -> None:
         super().sampled(progress, symbols)
@@ -202,18 +302,20 @@ class VllmManagerTarget(DrivenTarget):
         else:
             self.manager.coordinator.remove_skipped_blocks(str(progress.id), processed)
 
-    def free(self, progress: Progress, in_use_until: int | None) -> tuple[int, ...]:
+    def free(
+        self, progress: Progress, in_use_until: int | None, until_transferred: bool
+    ) -> tuple[int, ...]:
         request = self._request(progress)
-        if in_use_until is None:
+        if in_use_until is None and not until_transferred:
             self.manager.free(request)
         elif not hasattr(self.manager, "pop_blocks_for_free"):
             raise UnsupportedConfig(f"vLLM {vllm.__version__} cannot defer the return of blocks")
         else:
             blocks = self.manager.pop_blocks_for_free(request)
             if blocks:
-                self.deferred.append((in_use_until, blocks))
+                self.kept.append(KeptBack(progress.id, blocks, in_use_until, until_transferred))
         request.status = RequestStatus.PREEMPTED
-        return self._kept_back()
+        return self._given_back()
 
     def forget(self, blocks: tuple[int, ...] | None) -> Forgotten:
         if blocks is None:
