@@ -29,9 +29,14 @@ def hash_root(inputs: Inputs) -> bytes:
     return hash_text((inputs.lora, inputs.lora_version, inputs.salt), b"root")
 
 
-def hash_special(parent: bytes, special: Sequence[tuple[int, Special]]) -> bytes:
-    """`parent` of a block at some of whose places, counted from its start, more than ids count."""
-    return hash_text((parent, tuple(special)), b"special")
+def hash_special(
+    parent: bytes, special: Sequence[tuple[int, Special]], embeddable: int | None
+) -> bytes:
+    """`parent` of a block at some of whose places, counted from its start, more than ids count.
+
+    `embeddable` places could hold an embedding; None if the request has none.
+    """
+    return hash_text((parent, tuple(special), embeddable), b"special")
 
 
 def hash_text(value: tuple[object, ...], use: bytes) -> bytes:
@@ -51,10 +56,15 @@ def special_positions(inputs: Inputs) -> dict[int, Special]:
 
 
 class Keyed(NamedTuple):
-    """What enters a request's digests beside its tokens."""
+    """What enters a request's digests beside its tokens.
+
+    As in vLLM a prompt with embeddings is keyed by all its rows, of tokens too: it shares
+    no prefix with a prompt that has none, and its end counts.
+    """
 
     root: bytes
     special: Mapping[int, Special]  # by position
+    embeddable: int | None  # tokens of a prompt with embeddings
 
     def block(
         self, parent: bytes, start: int, tokens: Sequence[int]
@@ -63,14 +73,15 @@ class Keyed(NamedTuple):
         special = self.special
         places = range(start, start + len(tokens))
         here = [(at - start, special[at]) for at in places if at in special]
-        if not here:
-            return parent, tokens
-        embedded = {place for place, (item, _) in here if item is None}
-        tokens = [0 if place in embedded else token for place, token in enumerate(tokens)]
-        return hash_special(parent, here), tokens
+        if self.embeddable is not None:
+            rows = min(max(self.embeddable - start, 0), len(tokens))
+            embedded = {place for place, (item, _) in here if item is None}
+            tokens = [0 if place in embedded else token for place, token in enumerate(tokens)]
+            return hash_special(parent, here, rows), tokens
+        return (hash_special(parent, here, None) if here else parent), tokens
 
 
-NOTHING_KEYED = Keyed(ROOT_DIGEST, {})
+NOTHING_KEYED = Keyed(ROOT_DIGEST, {}, None)
 
 
 def all_inputs(inputs: Inputs) -> Inputs:
@@ -139,7 +150,8 @@ class Request:
             return digests
         if self._keyed is None:
             inputs = key_inputs(self.inputs)
-            self._keyed = Keyed(hash_root(inputs), special_positions(inputs))
+            embeddable = self.num_prompt_tokens if inputs.embeds else None
+            self._keyed = Keyed(hash_root(inputs), special_positions(inputs), embeddable)
         keyed = self._keyed
         while end <= len(self.tokens):
             parent = digests[-1] if digests else keyed.root
