@@ -283,7 +283,9 @@ class Scheduler:
         budget = self.scheduling.max_num_batched_tokens
         return min(self.scheduling.long_prefill_token_threshold or budget, budget)
 
-    def _allocate(self, tracked: Tracked, num_tokens: int, step: StepInTheMaking) -> BlockIds | None:
+    def _allocate(
+        self, tracked: Tracked, num_tokens: int, step: StepInTheMaking
+    ) -> BlockIds | None:
         """Blocks for a running request, for which less important ones give way."""
         while True:
             blocks = self.manager.allocate_slots(tracked.request, num_tokens)
