@@ -136,11 +136,15 @@ class Detected(Exception):
     """Ends a search."""
 
 
-class Search(Campaign):
-    """Ends with the first rule that is broken, and does not shrink."""
+def search(target: Target, wanted: str, strict: bool) -> None:
+    """A campaign until it breaks the rule; what breaks others on the way is passed over."""
 
-    def _keep(self, rule: str, run: Run, plan: Plan, hung: bool) -> None:
-        raise Detected(rule)
+    class Search(Campaign):
+        def _keep(self, rule: str, run: Run, plan: Plan, hung: bool) -> None:
+            if rule == wanted:
+                raise Detected
+
+    Search(target, Judging(), Asked(strict=strict), Budget(actions=30_000), seed=1).run()
 
 
 @pytest.mark.parametrize(
@@ -159,8 +163,8 @@ class Search(Campaign):
     ),
 )
 def test_a_broken_promise_falls_by_its_rule(target: Target, rule: str, strict: bool) -> None:
-    with pytest.raises(Detected, match=rule):
-        Search(target, Judging(), Asked(strict=strict), Budget(actions=30_000), seed=1).run()
+    with pytest.raises(Detected):
+        search(target, rule, strict)
 
 
 PRESSED = Config(
