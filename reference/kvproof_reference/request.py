@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from hashlib import blake2b, sha256
-from struct import pack
-from typing import NamedTuple, Self
+from struct import iter_unpack
+from typing import Any, Self
 
 from kvproof_spec.prefix import TOKENS_ONLY, Inputs
 
-HashBlock = Callable[[bytes, Sequence[int]], bytes]
+KeyOf = Callable[[bytes], bytes]
 KeyInputs = Callable[[Inputs], Inputs]
 Special = tuple[str | None, int]  # item and offset inside it, or None and a prompt embedding
 
 ROOT_DIGEST = bytes(32)
 
 
-def hash_block(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Digest of the prefix that ends with `tokens`, `parent` being that of what precedes them."""
-    return sha256(parent + pack(f"<{len(tokens)}q", *tokens)).digest()
+TOKEN_BYTES = 4
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """What is hashed of token ids: `TOKEN_BYTES` each."""
+    return array("I", tokens).tobytes()
 
 
 def hash_root(inputs: Inputs) -> bytes:
@@ -35,7 +39,7 @@ def hash_special(parent: bytes, special: Sequence[tuple[int, Special]]) -> bytes
 
 
 def hash_text(value: tuple[object, ...], use: bytes) -> bytes:
-    """Digest of strings, bytes and numbers: no two uses, and no `hash_block`, share one."""
+    """Digest of strings, bytes and numbers: no two uses, and no chain, share one."""
     return blake2b(ascii(value).encode(), digest_size=len(ROOT_DIGEST), person=use).digest()
 
 
@@ -48,29 +52,6 @@ def special_positions(inputs: Inputs) -> dict[int, Special]:
     for at, embedding in reversed(inputs.embeds):
         special[at] = (None, embedding)
     return special
-
-
-class Keyed(NamedTuple):
-    """What enters a request's digests beside its tokens."""
-
-    root: bytes
-    special: Mapping[int, Special]  # by position
-
-    def block(
-        self, parent: bytes, start: int, tokens: Sequence[int]
-    ) -> tuple[bytes, Sequence[int]]:
-        """What stands for the parent and the tokens of a block that begins at `start`."""
-        special = self.special
-        places = range(start, start + len(tokens))
-        here = [(at - start, special[at]) for at in places if at in special]
-        if not here:
-            return parent, tokens
-        embedded = {place for place, (item, _) in here if item is None}
-        tokens = [0 if place in embedded else token for place, token in enumerate(tokens)]
-        return hash_special(parent, here), tokens
-
-
-NOTHING_KEYED = Keyed(ROOT_DIGEST, {})
 
 
 def all_inputs(inputs: Inputs) -> Inputs:
@@ -87,8 +68,9 @@ class Request:
     """
 
     __slots__ = (
+        "_chain",
         "_digests",
-        "_keyed",
+        "_special",
         "inputs",
         "num_computed_tokens",
         "num_in_flight_tokens",
@@ -113,7 +95,8 @@ class Request:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self._digests: list[bytes] = []
-        self._keyed = NOTHING_KEYED if inputs is TOKENS_ONLY else None
+        self._chain: Any = None  # sha256 of all that has a digest
+        self._special: Mapping[int, Special] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -125,33 +108,51 @@ class Request:
     def block_hashes(
         self,
         block_size: int,
-        hash_block: HashBlock = hash_block,
+        key_of: KeyOf | None = None,
         key_inputs: KeyInputs = all_inputs,
     ) -> list[bytes]:
-        """Digests of the full blocks of `block_size` tokens, each chained to the one before.
+        """Digests of the prefixes that end with full blocks of `block_size` tokens.
 
-        `key_inputs` picks what of the inputs enters them.  The chain is kept and
-        extended, so one request goes with one block size and one way of hashing.
+        `key_inputs` picks what of the inputs enters them; `key_of` may shorten a digest.
+        One hash runs over all tokens and goes on where it was, so one request goes with one
+        block size and one way of hashing.
         """
         digests = self._digests
-        end = (len(digests) + 1) * block_size
-        if end > len(self.tokens):
+        start = len(digests) * block_size
+        if start + block_size > len(self.tokens):
             return digests
-        if self._keyed is None:
+        if self._chain is None:
             inputs = key_inputs(self.inputs)
-            self._keyed = Keyed(hash_root(inputs), special_positions(inputs))
-        keyed = self._keyed
-        while end <= len(self.tokens):
-            parent = digests[-1] if digests else keyed.root
-            tokens: Sequence[int] = self.tokens[end - block_size : end]
-            if keyed.special:
-                parent, tokens = keyed.block(parent, end - block_size, tokens)
-            digests.append(hash_block(parent, tokens))
-            end += block_size
+            self._chain, self._special = sha256(hash_root(inputs)), special_positions(inputs)
+        made = len(digests)
+        end = len(self.tokens) // block_size * block_size
+        if self._special:
+            for first in range(start, end, block_size):
+                self._hash_special_block(first, block_size)
+        else:
+            chain = self._chain
+            data = token_bytes(self.tokens[start:end])
+            for (block,) in iter_unpack(f"{TOKEN_BYTES * block_size}s", data):
+                chain.update(block)
+                digests.append(chain.digest())
+        if key_of is not None:
+            digests[made:] = map(key_of, digests[made:])
         return digests
+
+    def _hash_special_block(self, start: int, block_size: int) -> None:
+        """One block, at some of whose places more than ids may count."""
+        special, tokens = self._special, self.tokens[start : start + block_size]
+        here = [(at, special[start + at]) for at in range(block_size) if start + at in special]
+        if here:
+            embedded = {place for place, (item, _) in here if item is None}
+            tokens = [0 if place in embedded else token for place, token in enumerate(tokens)]
+            self._chain = sha256(hash_special(self._chain.digest(), here))
+        self._chain.update(token_bytes(tokens))
+        self._digests.append(self._chain.digest())
 
     def clone(self) -> Self:
         twin = copy(self)
         twin.tokens = self.tokens.copy()
         twin._digests = self._digests.copy()
+        twin._chain = self._chain and self._chain.copy()
         return twin
