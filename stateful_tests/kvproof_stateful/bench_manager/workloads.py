@@ -129,12 +129,13 @@ def decode(size: Size) -> Workload:
 
     def arrivals() -> Iterator[Arrival]:
         for request in range(together):
-            yield Arrival(unique(request, 500), steps)
+            # Not all blocks of the batch get full in the same step.
+            yield Arrival(unique(request, 500 + request % BLOCK_SIZE), steps)
 
     return Workload(
         "c",
         "decode only, 256 running",
-        num_blocks=1 + together * (500 + steps + BLOCK_SIZE) // BLOCK_SIZE,
+        num_blocks=1 + together * (500 + steps + 2 * BLOCK_SIZE) // BLOCK_SIZE,
         in_system=together,
         arrivals=arrivals,
         warm_up=20,
@@ -144,10 +145,11 @@ def decode(size: Size) -> Workload:
 
 
 def storm(size: Size) -> Workload:
-    together = 8
+    count = size.requests_of(2400)
+    together = min(8, max(1, count // 5))
 
     def arrivals() -> Iterator[Arrival]:
-        for request in range(size.requests_of(2400)):
+        for request in range(count):
             yield Arrival(unique(request, 1024), 1)
 
     return Workload(
