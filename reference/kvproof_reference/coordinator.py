@@ -26,7 +26,7 @@ class Coordinator(ABC):
         layout: Layout,
         pool: BlockPool,
         manager_classes: Mapping[Kind, type[SingleTypeManager]],
-        key_of: KeyOf | None,
+        key_of: KeyOf,
         key_inputs: KeyInputs = all_inputs,
         clears: bool = False,
     ) -> None:
@@ -205,7 +205,7 @@ class HybridCoordinator(Coordinator):
         layout: Layout,
         pool: BlockPool,
         manager_classes: Mapping[Kind, type[SingleTypeManager]],
-        key_of: KeyOf | None,
+        key_of: KeyOf,
         key_inputs: KeyInputs = all_inputs,
         clears: bool = False,
     ) -> None:

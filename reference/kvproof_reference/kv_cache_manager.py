@@ -24,7 +24,7 @@ from kvproof_reference.coordinator import (
 )
 from kvproof_reference.events import KVCacheEvent
 from kvproof_reference.layout import Layout
-from kvproof_reference.request import KeyOf, Request
+from kvproof_reference.request import Request, whole_digest
 from kvproof_reference.returns import DeferredReturns
 from kvproof_reference.single_type_manager import (
     ChunkedLocalAttentionManager,
@@ -99,7 +99,7 @@ class KVCacheManager:
         is_simple = len(layout.groups) == 1 and not layout.partial_hits
         return SingleGroupCoordinator if is_simple else HybridCoordinator
 
-    key_of: ClassVar[KeyOf | None] = None  # a digest's key, if it is not the digest itself
+    key_of = staticmethod(whole_digest)
 
     @staticmethod
     def key_inputs(inputs: Inputs) -> Inputs:

@@ -21,6 +21,11 @@ ROOT_DIGEST = bytes(32)
 TOKEN_BYTES = 4
 
 
+def whole_digest(digest: bytes) -> bytes:
+    """What names a prefix: its digest, uncut."""
+    return digest
+
+
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """What is hashed of token ids: `TOKEN_BYTES` each."""
     return array("I", tokens).tobytes()
@@ -108,7 +113,7 @@ class Request:
     def block_hashes(
         self,
         block_size: int,
-        key_of: KeyOf | None = None,
+        key_of: KeyOf = whole_digest,
         key_inputs: KeyInputs = all_inputs,
     ) -> list[bytes]:
         """Digests of the prefixes that end with full blocks of `block_size` tokens.
@@ -135,7 +140,7 @@ class Request:
             for (block,) in iter_unpack(f"{TOKEN_BYTES * block_size}s", data):
                 chain.update(block)
                 digests.append(chain.digest())
-        if key_of is not None:
+        if key_of is not whole_digest:
             digests[made:] = map(key_of, digests[made:])
         return digests
 
