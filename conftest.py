@@ -9,7 +9,13 @@ from hypothesis import settings
 settings.register_profile("kvproof", deadline=None, database=None, derandomize="CI" in os.environ)
 settings.load_profile("kvproof")
 
-# The doctests of these modules cannot be collected without vLLM.
-collect_ignore_glob = (
-    [] if importlib.util.find_spec("vllm") else ["stateful_tests/kvproof_stateful/targets/vllm*.py"]
-)
+FILES = "stateful_tests/kvproof_stateful"
+NEEDS = {
+    "vllm": [f"{FILES}/targets/vllm*.py", f"{FILES}/bench_manager/genuine.py"],
+    "matplotlib": [f"{FILES}/bench_manager/plotting.py"],
+}
+"""By extra, the modules whose doctests cannot be collected without it."""
+
+collect_ignore_glob = [
+    file for name, files in NEEDS.items() if not importlib.util.find_spec(name) for file in files
+]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 SPEC = Path(__file__).resolve().parent.parent / "spec" / "kvproof_spec"
 READ_ALONE = tuple(SPEC / name for name in ("state.py", "actions.py", "invariants.py"))
-MOST_LINES = 900  # of READ_ALONE together
+MOST_LINES = 1300  # of READ_ALONE together
 WORST_GRADE_ALLOWED = "B"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from hashlib import blake2b, sha256
 from struct import iter_unpack
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from kvproof_spec.prefix import TOKENS_ONLY, Inputs
 
@@ -38,9 +38,14 @@ def hash_root(inputs: Inputs) -> bytes:
     return hash_text((inputs.lora, inputs.lora_version, inputs.salt), b"root")
 
 
-def hash_special(parent: bytes, special: Sequence[tuple[int, Special]]) -> bytes:
-    """`parent` of a block at some of whose places, counted from its start, more than ids count."""
-    return hash_text((parent, tuple(special)), b"special")
+def hash_special(
+    parent: bytes, special: Sequence[tuple[int, Special]], embeddable: int | None
+) -> bytes:
+    """`parent` of a block at some of whose places, counted from its start, more than ids count.
+
+    `embeddable` places could hold an embedding; None if the request has none.
+    """
+    return hash_text((parent, tuple(special), embeddable), b"special")
 
 
 def hash_text(value: tuple[object, ...], use: bytes) -> bytes:
@@ -59,6 +64,35 @@ def special_positions(inputs: Inputs) -> dict[int, Special]:
     return special
 
 
+class Keyed(NamedTuple):
+    """What enters a request's digests beside its tokens.
+
+    As in vLLM a prompt with embeddings is keyed by all its rows, of tokens too: it shares
+    no prefix with a prompt that has none, and its end counts.
+    """
+
+    root: bytes
+    special: Mapping[int, Special]  # by position
+    embeddable: int | None  # tokens of a prompt with embeddings
+
+    def block(
+        self, parent: bytes, start: int, tokens: Sequence[int]
+    ) -> tuple[bytes, Sequence[int]]:
+        """What stands for the parent and the tokens of a block that begins at `start`."""
+        special = self.special
+        places = range(start, start + len(tokens))
+        here = [(at - start, special[at]) for at in places if at in special]
+        if self.embeddable is not None:
+            rows = min(max(self.embeddable - start, 0), len(tokens))
+            embedded = {place for place, (item, _) in here if item is None}
+            tokens = [0 if place in embedded else token for place, token in enumerate(tokens)]
+            return hash_special(parent, here, rows), tokens
+        return (hash_special(parent, here, None) if here else parent), tokens
+
+
+NOTHING_KEYED = Keyed(ROOT_DIGEST, {}, None)
+
+
 def all_inputs(inputs: Inputs) -> Inputs:
     return inputs
 
@@ -75,7 +109,7 @@ class Request:
     __slots__ = (
         "_chain",
         "_digests",
-        "_special",
+        "_keyed",
         "inputs",
         "num_computed_tokens",
         "num_in_flight_tokens",
@@ -101,7 +135,7 @@ class Request:
         self.num_in_flight_tokens = 0
         self._digests: list[bytes] = []
         self._chain: Any = None  # sha256 of all that has a digest
-        self._special: Mapping[int, Special] = {}
+        self._keyed = NOTHING_KEYED
 
     @property
     def num_tokens(self) -> int:
@@ -128,12 +162,14 @@ class Request:
             return digests
         if self._chain is None:
             inputs = key_inputs(self.inputs)
-            self._chain, self._special = sha256(hash_root(inputs)), special_positions(inputs)
+            embeddable = self.num_prompt_tokens if inputs.embeds else None
+            self._keyed = Keyed(hash_root(inputs), special_positions(inputs), embeddable)
+            self._chain = sha256(self._keyed.root)
         made = len(digests)
         end = len(self.tokens) // block_size * block_size
-        if self._special:
+        if self._keyed.special:
             for first in range(start, end, block_size):
-                self._hash_special_block(first, block_size)
+                self._hash_special_block(self._keyed, first, block_size)
         else:
             chain = self._chain
             data = token_bytes(self.tokens[start:end])
@@ -144,15 +180,13 @@ class Request:
             digests[made:] = map(key_of, digests[made:])
         return digests
 
-    def _hash_special_block(self, start: int, block_size: int) -> None:
+    def _hash_special_block(self, keyed: Keyed, start: int, block_size: int) -> None:
         """One block, at some of whose places more than ids may count."""
-        special, tokens = self._special, self.tokens[start : start + block_size]
-        here = [(at, special[start + at]) for at in range(block_size) if start + at in special]
-        if here:
-            embedded = {place for place, (item, _) in here if item is None}
-            tokens = [0 if place in embedded else token for place, token in enumerate(tokens)]
-            self._chain = sha256(hash_special(self._chain.digest(), here))
-        self._chain.update(token_bytes(tokens))
+        parent = self._chain.digest()
+        block = keyed.block(parent, start, self.tokens[start : start + block_size])
+        if block[0] != parent:
+            self._chain = sha256(block[0])
+        self._chain.update(token_bytes(block[1]))
         self._digests.append(self._chain.digest())
 
     def clone(self) -> Self:

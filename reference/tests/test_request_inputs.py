@@ -36,14 +36,15 @@ def digests(inputs: Inputs) -> list[bytes]:
 
 
 def test_two_digests_are_equal_exactly_if_the_contents_are() -> None:
+    """But for embeddings: with them a prompt is known by its rows, as in vLLM."""
     root = Prefix.root()
     blocks = [
-        (content_of(root, [7] * 8, inputs)[last], digests(inputs)[block])
+        (content_of(root, [7] * 8, inputs)[last], digests(inputs)[block], bool(inputs.embeds))
         for inputs in DIFFERENT
         for block, last in enumerate((3, 7))
     ]
-    for (one, digest), (other, other_digest) in combinations(blocks, 2):
-        assert (digest == other_digest) is (one is other)
+    for (one, digest, embeds), (other, other_digest, other_embeds) in combinations(blocks, 2):
+        assert (digest == other_digest) is (one is other and embeds == other_embeds)
 
 
 def test_equal_inputs_have_equal_digests() -> None:
@@ -72,6 +73,14 @@ def test_an_embedding_takes_the_place_of_the_token() -> None:
     assert one.block_hashes(2) == other.block_hashes(2)
     assert one.block_hashes(2) != Request(2, [8, 8], inputs=embedded).block_hashes(2)
     assert one.block_hashes(2) != Request(3, [7, 0]).block_hashes(2)
+
+
+def test_the_end_of_a_prompt_with_embeddings_counts() -> None:
+    embedded = Inputs(embeds=((1, 5),))
+    short, long = Request(0, [7] * 3, inputs=embedded), Request(1, [7] * 8, inputs=embedded)
+    short.append_tokens([7] * 5)
+    assert short.block_hashes(2)[0] == long.block_hashes(2)[0]
+    assert not set(short.block_hashes(2)[1:]) & set(long.block_hashes(2))
 
 
 def test_a_version_without_an_adapter_decides_nothing() -> None:

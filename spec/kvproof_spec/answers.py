@@ -139,7 +139,7 @@ class Scheduled:
 
     `rows` stand in the order in which they were admitted; `tables` are those of all its
     requests after the call.  `unissued` are blocks that it handed out to a request and took
-    back in the same call, by preempting it.  `loads` began in this call, before the rows.
+    back in the same call, by preempting it.  `loads` began in this call.
     """
 
     rows: tuple[ScheduledRow, ...]

@@ -54,15 +54,16 @@ FEATURES: dict[str, str] = {
     "external": "tokens from elsewhere, by ordered and unordered loads",
     "partial": "hits that end inside a block, taken by copy",
     "lora": "prefixes of different adapters",
-    "lora version": "an adapter of the same name loaded again with other weights",
+    "lora-version": "an adapter of the same name loaded again with other weights",
     "multimodal": "prefixes with multimodal items",
     "embeds": "prefixes with prompt embeddings",
     "salt": "prefixes of different cache salts",
     "preempt": "a running request loses its blocks and starts again",
     "abort": "a request leaves at any time",
-    "abort loading": "a request leaves while its unordered load is under way",
+    "abort-loading": "a request leaves while its unordered load is under way",
     "store": "outbound stores, which read a request's blocks until they end",
     "clear": "pages are zeroed when they are handed out",
+    "events": "announcements of what becomes findable, and what no longer is",
     "unissued": "a request leaves between its allocation and the issue of its step",
     "forget": "blocks, or everything, lose findability",
     "trim": "blocks left of the window are given back between allocations",
@@ -237,7 +238,7 @@ def _around_a_scheduler(state: State, scope: Scope) -> list[Choice]:
             end = request.load[1] if request.load else 0
             load = partial(CompleteLoad, request.id)
             found.append(Choice("complete load", request.id, load, ((end,),)))
-        if "abort loading" in scope.features if loading else "abort" in scope.features:
+        if "abort-loading" in scope.features if loading else "abort" in scope.features:
             found.append(_plain("abort", Release, request.id, "abort"))
     return found
 
@@ -379,7 +380,7 @@ def _draft(request: int, count: int, symbol: Symbol, lookahead: int) -> Action:
 def _leaving(state: State, scope: Scope, request: Request) -> list[Choice]:
     features = scope.features
     if request.status == "loading":
-        leaves = "abort loading" in features
+        leaves = "abort-loading" in features
         return [_plain("abort", Release, request.id, "abort")] if leaves else []
     if request.scheduled:
         if "unissued" not in features or relied_upon(state, request):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvproof_spec.pages import NULL_BLOCK, Cell, Tables, cells, needed_cells
+from kvproof_spec.pages import NULL_BLOCK, Cell, Tables, cells, encoder_cells, needed_cells
 from kvproof_spec.state import Request, Row, State, Transfer
 
 
@@ -40,10 +40,13 @@ def used_by_operations(state: State) -> set[int]:
 def needed_in_flight(state: State) -> set[int]:
     """Blocks that a step in flight reads or writes, at positions that it needs."""
     needed: set[int] = set()
+    groups = state.config.groups
     for step in state.steps:
+        needed.update(block for copy in step.copies for block in (copy.source, copy.destination))
         for row in step.rows:
-            read = needed_cells(state.config.groups, row.tables, row.start, row.end)
-            needed.update(cell[0] for cell in read)
+            read = needed_cells(groups, row.tables, row.start, row.end)
+            encoder = encoder_cells(groups, row.tables, len(row.encoder))
+            needed.update(cell[0] for cell in (*read, *encoder))
             needed |= blocks_between(state, row.tables, row.first_write, row.end)
     return needed
 

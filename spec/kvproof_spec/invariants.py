@@ -15,21 +15,19 @@ from kvproof_spec.actions import (
     CompleteStore,
     Issue,
     Lookup,
-    Trim,
     before_forward,
 )
 from kvproof_spec.answers import Granted, Hit, Issued, Numbers, Raised, Refused, Returned
 from kvproof_spec.derived import (
     has_stale_rows,
     needed_in_flight,
-    processed_tokens,
     transfer_of,
 )
 from kvproof_spec.judgement import Expected, Observed, Rule, rule
 from kvproof_spec.pages import (
     NULL_BLOCK,
+    Table,
     Tables,
-    cells,
     encoder_cells,
     needed_cells,
     only_returned,
@@ -94,17 +92,19 @@ def content_is_what_was_asked_for(expected: Expected, observed: Observed) -> Ite
                     yield expected.broken(cell)
         case CompleteStep():
             yield from _wrong_reads(expected)
-        case CompleteStore(request=request):
-            store = transfer_of(expected.before, request, inbound=False)
-            for block, group, offset, content in store.cells if store else ():
-                found = read_page(expected.before.memory, block, group, offset)
-                if found is not content:
-                    yield f"request {request}'s store read {found} for {content} in block {block}"
-        case Issue() if isinstance(observed.answer, Issued) and observed.answer.cleared is not None:
-            tables = [table for row in expected.after.steps[-1].rows for table in row.tables]
-            needed = {block for table in tables for block in table}
-            if left := needed.intersection(expected.before.uncleared) - {*observed.answer.cleared}:
+        case CompleteStore():
+            yield from _wrongly_stored(expected)
+        case Issue() if isinstance(observed.answer, Issued):
+            if left := expected.to_clear.difference(observed.answer.cleared or ()):
                 yield f"blocks {sorted(left)} were handed out for this step and are not cleared"
+
+
+def _wrongly_stored(expected: Expected) -> Iterator[str]:
+    store = transfer_of(expected.before, expected.action.request, inbound=False)
+    for block, group, offset, content in store.cells if store else ():
+        found = read_page(expected.before.memory, block, group, offset)
+        if found is not content:
+            yield f"request {expected.action.request}'s store read {found} for {content} in {block}"
 
 
 def _wrong_reads(expected: Expected) -> Iterator[str]:
@@ -137,7 +137,9 @@ def computed_means_recoverable(expected: Expected, observed: Observed) -> Iterat
     """I3: each group has a block at every position that a hit, an admission or a step needs."""
     hit = expected.after.hit
     if isinstance(expected.action, Lookup) and hit is not None:
-        yield from _holes(expected, hit.tables, hit.tokens, hit.tokens, f"a hit of {hit.tokens}")
+        if not expected.config.scheduling:  # which shows what its admission keeps: judged there
+            name = f"a hit of {hit.tokens}"
+            yield from _holes(expected, hit.tables, hit.tokens, hit.tokens, name)
     elif isinstance(observed.answer, Granted):
         ends, tables = expected.segments, observed.answer.tables
         name = f"a request that goes on at {ends.restart} of {ends.target}"
@@ -171,13 +173,17 @@ def nothing_in_use_is_handed_out(expected: Expected, observed: Observed) -> Iter
             if block in expected.used_before | needed:
                 by = "an operation" if block in expected.used_before else "a step in flight"
                 yield f"block {block}, handed out for entry {index} of group {group}: {by} needs it"
+    cleared = observed.answer.cleared if isinstance(observed.answer, Issued) else None
+    if written := expected.used_before.intersection(cleared or ()):
+        yield f"blocks {sorted(written)} are cleared while an operation uses them"
+    yield from _kept_or_freed_wrongly(expected, observed)
+
+
+def _kept_or_freed_wrongly(expected: Expected, observed: Observed) -> Iterator[str]:
     if early := expected.used_among(observed.listed):
         yield f"blocks {sorted(early)} are listed as free while an operation uses them"
     if expected.after.deferred and not expected.after.steps and not expected.after.transfers:
         yield f"blocks {expected.after.deferred} are kept for operations, and none is in flight"
-    if isinstance(observed.answer, Issued) and observed.answer.cleared:
-        if written := expected.used_before.intersection(observed.answer.cleared):
-            yield f"blocks {sorted(written)} are cleared while an operation uses them"
     if expected.kept_from_nobody:
         yield f"blocks {expected.kept_from_nobody} are kept back, and nobody has left with them"
 
@@ -303,9 +309,10 @@ def _wanted_for_state(expected: Expected, group_id: int) -> tuple[int, int]:
     taken = sum(group == group_id for group, _, _ in expected.added)
     if expected.request.status == "running":
         return taken, 0
-    held, after = {*expected.held_before, NULL_BLOCK}, expected.request_after.tables[group_id]
-    kept = {*after, *(copy.source for copy in expected.copies)} - held
-    return taken, len(kept.intersection(expected.tables_before[group_id]))
+    before, after = expected.tables_before[group_id], expected.request_after.tables[group_id]
+    kept = {block for block, now in zip(before, after, strict=False) if block == now}
+    kept |= {copy.source for copy in expected.copies if copy.group == group_id}
+    return taken, len(kept - {*expected.held_before, NULL_BLOCK})
 
 
 @rule("grant")
@@ -363,21 +370,12 @@ def identity(expected: Expected, observed: Observed) -> Iterator[str]:
 def shared_blocks_are_not_written(expected: Expected, observed: Observed) -> Iterator[str]:
     """R6: who writes a block holds it alone, or writes what it holds; copies come before."""
     if isinstance(observed.answer, Granted):
-        ends, request = expected.segments, expected.request_after
-        certain = min(request.known, ends.target - len(expected.action.drafts))
-        others = [other.tables for other in expected.after.requests if other.id != request.id]
-        shared = {block for tables in others for table in tables for block in table}
-        fresh = {block for _, _, block in expected.handed_out}
-        own = {block for table in request.tables for block in table} - fresh
-        if own.isdisjoint(shared):
-            return
-        for cell in cells(expected.groups, request.tables, ends.total, ends.target):
-            block, group, offset, position = cell
-            if block in own & shared:
-                held = read_page(expected.before.promise, block, group, offset)
-                if position >= certain or held is not request.content[position]:
-                    where = f"block {block}, group {group}, position {position}"
-                    yield f"request {request.id} is to write {where}, which others hold: {held}"
+        for block, group, offset, position in expected.rewritten:
+            held = read_page(expected.before.promise, block, group, offset)
+            wanted = expected.request_after.content[position : expected.certain]
+            if wanted[:1] != (held,) and expected.others_hold(block):
+                where = f"block {block}, group {group}, position {position}"
+                yield f"request {expected.request.id} is to write {where}; others hold it: {held}"
     elif isinstance(observed.answer, Issued) and observed.answer.copies is not None:
         made, sent = expected.before.copies, observed.answer.copies
         if sorted(made, key=repr) != sorted(sent, key=repr):
@@ -389,23 +387,22 @@ def window_return(expected: Expected, observed: Observed) -> Iterator[str]:
     """R7: only what left the window on processed progress is returned; the rest stays."""
     granted = isinstance(observed.answer, Granted)
     old_tables = expected.tables_before if granted else expected.request.tables
-    copied = {(c.group, c.source, c.destination) for c in expected.copies} if granted else ()
-    for group_id, group in enumerate(expected.groups):
-        old, new = old_tables[group_id], expected.request_after.tables[group_id]
-        if new[: len(old)] == old:
-            continue
-        if isinstance(expected.action, Trim):
-            processed = processed_tokens(expected.before, expected.request)
-        else:
-            processed = expected.segments.processed
-        first = group.first_needed_block(processed)
-        for entry, (was, now) in enumerate(zip(old, new, strict=False)):
-            stays = was == now or (entry < first and now == NULL_BLOCK)
-            if not stays and (group_id, was, now) not in copied:
-                where = f"group {group_id}, entry {entry}: {was} became {now}"
-                yield f"{where}; needed from {first} on, {processed} tokens are processed"
-        if len(new) < len(old):
-            yield f"group {group_id} shrank from {old} to {new}"
+    for group_id, old in enumerate(old_tables):
+        new = expected.request_after.tables[group_id]
+        if new[: len(old)] != old:
+            yield from _changed(expected, group_id, old, new)
+
+
+def _changed(expected: Expected, group: int, old: Table, new: Table) -> Iterator[str]:
+    first = expected.groups[group].first_needed_block(expected.processed)
+    copied = [(copy.source, copy.destination) for copy in expected.copies if copy.group == group]
+    for entry, (was, now) in enumerate(zip(old, new, strict=False)):
+        returned = entry < first and now == NULL_BLOCK
+        if was != now and not returned and (was, now) not in copied:
+            where = f"group {group}, entry {entry}: {was} became {now}"
+            yield f"{where}; needed from {first} on, {expected.processed} tokens are processed"
+    if len(new) < len(old):
+        yield f"group {group} shrank from {old} to {new}"
 
 
 @rule("resumption", "stale output")
@@ -428,11 +425,8 @@ def events_replay_to_the_index(expected: Expected, observed: Observed) -> Iterat
     """R10: replaying the events gives the keys that a lookup would find."""
     assert observed.events is not None
     announced, findable = observed.events.announced, observed.events.findable
-    if announced != findable:
-        yield (
-            f"announced, not findable: {sorted(announced - findable)}; "
-            f"findable, not announced: {sorted(findable - announced)}"
-        )
+    for key in sorted(announced ^ findable):
+        yield f"{key}: announced is {key in announced}, findable is {key in findable}"
     for event in observed.events.orphans:
         yield f"{event} names a parent that was never announced"
 
@@ -456,20 +450,4 @@ def numbers_are_what_they_say(expected: Expected, observed: Observed) -> Iterato
         yield f"the target reports {shown}, it was {meant}"
 
 
-@rule("hit")
-def drafters_saw_the_same(expected: Expected, observed: Observed) -> Iterator[str]:
-    """Q1: the drafter cells of a hit have seen its own continuation (quality, not safety)."""
-    hit, content = expected.after.hit, expected.request.content
-    assert hit is not None
-    for block, group, offset, position in needed_cells(
-        expected.groups, hit.tables, hit.tokens, hit.tokens
-    ):
-        if expected.groups[group].drafter and position + 1 < len(content):
-            seen = read_page(expected.before.continued, block, group, offset)
-            if seen is not content[position + 1]:
-                yield f"block {block}, group {group}, position {position} has seen {seen}"
-
-
-JUDGED = tuple(value for value in tuple(globals().values()) if isinstance(value, Rule))
-RULES = tuple(rule for rule in JUDGED if not rule.id.startswith("Q"))
-QUALITIES = tuple(rule for rule in JUDGED if rule.id.startswith("Q"))
+RULES = tuple(value for value in tuple(globals().values()) if isinstance(value, Rule))

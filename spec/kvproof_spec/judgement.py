@@ -32,13 +32,14 @@ from kvproof_spec.answers import (
     Trimmed,
 )
 from kvproof_spec.config import Config
-from kvproof_spec.derived import references, rows_in_flight, used_by_operations
+from kvproof_spec.derived import processed_tokens, references, rows_in_flight, used_by_operations
 from kvproof_spec.pages import (
     NULL_BLOCK,
     Cell,
     Copy,
     Tables,
     cells,
+    encoder_cells,
     handed_out,
     needed_cells,
     read_page,
@@ -115,7 +116,8 @@ class Expected:
     def touched_cells(self, row: Row, tables: Tables) -> set[Cell]:
         """What the row's step would read and write through these tables."""
         read = needed_cells(self.groups, tables, row.start, row.end)
-        return {*read, *cells(self.groups, tables, row.first_write, row.end)}
+        encoder = encoder_cells(self.groups, tables, len(row.encoder))
+        return {*read, *encoder, *cells(self.groups, tables, row.first_write, row.end)}
 
     @lazy
     def held_before(self) -> dict[int, int]:
@@ -213,6 +215,48 @@ class Expected:
     def added(self) -> list[tuple[int, int, int]]:
         """(group, index, block) of each block that this call gave to the request."""
         return handed_out(self.tables_before, self.request_after.tables)
+
+    @lazy
+    def processed(self) -> int:
+        """Tokens of the action's request whose steps have finished, external ones included."""
+        if isinstance(self.action, Allocate):
+            return self.segments.processed
+        return processed_tokens(self.before, self.request)
+
+    @lazy
+    def certain(self) -> int:
+        """Tokens of the allocation that are known and no drafts."""
+        return min(self.request.known, self.segments.target - len(self.action.drafts))
+
+    @lazy
+    def rewritten(self) -> list[Cell]:
+        """Cells that the allocation's step will write in blocks that it had before."""
+        found, ends = [], self.segments
+        for group_id, (group, table) in enumerate(
+            zip(self.groups, self.tables_before, strict=True)
+        ):
+            after, of_a_page = self.request_after.tables[group_id], group.cells
+            for position in group.written(ends.total, ends.target):
+                entry = position // group.block_size
+                if entry >= len(table):
+                    break
+                if table[entry] == after[entry] != NULL_BLOCK:
+                    found.append((table[entry], group_id, position % of_a_page, position))
+        return found
+
+    def others_hold(self, block: int) -> bool:
+        """Does another request have the block in a table?"""
+        others = [r.tables for r in self.before.requests if r.id != self.request.id]
+        return self.held_before.get(block, 0) > 0 and any(
+            block in table for tables in others for table in tables
+        )
+
+    @lazy
+    def to_clear(self) -> set[int]:
+        """Pages that were handed out for the step that is issued and must be zeroed for it."""
+        rows = self.after.steps[-1].rows
+        needed = {block for row in rows for table in row.tables for block in table}
+        return needed.intersection(self.before.uncleared)
 
     @lazy
     def copies(self) -> tuple[Copy, ...]:

@@ -27,8 +27,8 @@ from kvproof_spec.answers import (
     Updated,
 )
 from kvproof_spec.derived import outstanding_tokens
-from kvproof_spec.pages import Tables
-from kvproof_spec.state import State
+from kvproof_spec.pages import NULL_BLOCK, Copy, Tables
+from kvproof_spec.state import Request, State
 
 
 class InconsistentAnswer(Exception):
@@ -59,20 +59,52 @@ def _scheduled(state: State, answer: Scheduled) -> Iterator[tuple[Action, Answer
         stays = request.status == "running" and request.id not in {*answer.preempted, *rows}
         if stays and after.get(request.id, request.tables) != request.tables:
             yield Trim(request.id), Trimmed(after[request.id])
-    for load in answer.loads:
-        tables = _tables_of(after, load.request)
-        yield Lookup(load.request), Hit(load.hit, hit_tables(state, tables, load.hit))
-        unordered = Allocate(load.request, 0, external=load.external, unordered=True)
-        yield unordered, Granted(tables)
+    made = _copies_by_request(state, answer, after)
     for row in answer.rows:
         tables = _tables_of(after, row.request)
         _require_consistent(state, row, preempted=row.request in answer.preempted)
         if row.admitted and not _has_loaded(state, row.request):
             hit = row.start - row.external
-            yield Lookup(row.request), Hit(hit, hit_tables(state, tables, hit))
-        yield Allocate(row.request, row.tokens, external=row.external), Granted(tables)
+            taken = _before_copies(tables, made.get(row.request, ()))
+            yield Lookup(row.request), Hit(hit, hit_tables(state, taken, hit))
+        granted = Granted(tables, copies=made.get(row.request, ()))
+        yield Allocate(row.request, row.tokens, external=row.external), granted
+    for load in answer.loads:  # which may start from what these rows compute
+        tables = _tables_of(after, load.request)
+        yield Lookup(load.request), Hit(load.hit, hit_tables(state, tables, load.hit))
+        unordered = Allocate(load.request, 0, external=load.external, unordered=True)
+        yield unordered, Granted(tables)
     sent = tuple(SentRow(row.request, row.worker) for row in answer.rows)
     yield Issue(), Issued(sent, answer.copies, answer.cleared)
+
+
+def _copies_by_request(
+    state: State, answer: Scheduled, after: dict[int, Tables]
+) -> dict[int, tuple[Copy, ...]]:
+    """Which row's admission or extension made each copy.
+
+    Who takes a tail by copy gets the destination; who gives the cache one has the source.
+    """
+    made: dict[int, tuple[Copy, ...]] = {}
+    for copy in answer.copies or ():
+        holders = [
+            row.request
+            for block in (copy.destination, copy.source)
+            for row in answer.rows
+            if block in _tables_of(after, row.request)[copy.group]
+        ]
+        if holders:
+            made[holders[0]] = (*made.get(holders[0], ()), copy)
+    return made
+
+
+def _before_copies(tables: Tables, copies: tuple[Copy, ...]) -> Tables:
+    """The tables with the blocks that a hit has found, in the places of their copies."""
+    found = {(copy.group, copy.destination): copy.source for copy in copies}
+    return tuple(
+        tuple(found.get((group, block), block) for block in table)
+        for group, table in enumerate(tables)
+    )
 
 
 def _tables_of(after: dict[int, Tables], request_id: int) -> Tables:
@@ -123,10 +155,31 @@ def _updated(
     yield action, Returned(tuple(kept.elements()), answer.computed, numbers)
     for request_id in answer.finished:
         request = state.find(request_id)
+        stored, in_flight = request_id in answer.stored, _tokens_in_later_steps(state, request)
         own = newly & Counter(block for table in request.tables for block in table)
         if request_id == answer.finished[-1]:
             own, numbers = newly, answer.numbers
+        elif not stored and not in_flight:
+            own = Counter()
         kept, newly = kept + own, newly - own
-        if request_id in answer.stored:
+        if stored:
+            trimmed = _trimmed(state, request, request.computed - in_flight, own)
+            if trimmed != request.tables:
+                yield Trim(request_id), Trimmed(trimmed)
             yield Store(request_id), Done()
         yield Release(request_id, "finish"), Returned(tuple(kept.elements()), numbers=numbers)
+
+
+def _tokens_in_later_steps(state: State, request: Request) -> int:
+    return sum(row.tokens for step in state.steps[1:] for row in step.rows if row.of(request))
+
+
+def _trimmed(state: State, request: Request, processed: int, kept: Counter[int]) -> Tables:
+    """The tables that a store is given: without what left the window, and is not `kept` for it."""
+    return tuple(
+        tuple(
+            NULL_BLOCK if entry < group.first_needed_block(processed) and not kept[block] else block
+            for entry, block in enumerate(table)
+        )
+        for group, table in zip(state.config.groups, request.tables, strict=True)
+    )

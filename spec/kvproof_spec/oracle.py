@@ -37,7 +37,7 @@ from kvproof_spec.answers import (
     Updated,
 )
 from kvproof_spec.config import Config
-from kvproof_spec.invariants import QUALITIES, RULES
+from kvproof_spec.invariants import RULES
 from kvproof_spec.judgement import (
     Evidence,
     Expected,
@@ -50,6 +50,7 @@ from kvproof_spec.judgement import (
 )
 from kvproof_spec.observed import InconsistentAnswer, core_actions
 from kvproof_spec.pages import Copy, Tables
+from kvproof_spec.qualities import QUALITIES
 from kvproof_spec.records import MalformedRecord, decode, encode
 from kvproof_spec.state import ActionDisabled, State, initial_state
 
@@ -244,6 +245,9 @@ def check_answer(state: State, action: Action, answer: Answer) -> None:
                 check_blocks(table, state.config.num_blocks)
         for blocks in blocks_shown(answer):
             check_blocks(blocks, state.config.num_blocks)
+        for copy in copies_shown(answer):
+            if not 0 <= copy.group < len(state.config.groups):
+                raise NonsenseAnswer(f"{copy} is of no group")
     except TypeError as error:
         raise NonsenseAnswer(f"{answer!r:.200} has not block ids where they belong") from error
 
@@ -273,18 +277,16 @@ def tables_shown(answer: Answer) -> list[Tables]:
 
 def blocks_shown(answer: Answer) -> list[tuple[int, ...]]:
     """All other block ids that an answer carries."""
-    copies: tuple[Copy, ...] = ()
-    blocks: tuple[int, ...] = ()
-    match answer:
-        case Returned() | Scheduled() | Updated():
-            blocks = answer.deferred or ()
-        case Granted():
-            copies = answer.copies
-        case Issued():
-            copies, blocks = answer.copies or (), answer.cleared or ()
-        case _:
-            return []
-    return [blocks, *((copy.source, copy.destination) for copy in copies)]
+    blocks: list[tuple[int, ...]] = [(c.source, c.destination) for c in copies_shown(answer)]
+    if isinstance(answer, Returned | Scheduled | Updated):
+        blocks.append(answer.deferred or ())
+    if isinstance(answer, Issued | Scheduled):
+        blocks.append(answer.cleared or ())
+    return blocks
+
+
+def copies_shown(answer: Answer) -> tuple[Copy, ...]:
+    return answer.copies or () if isinstance(answer, Granted | Issued | Scheduled) else ()
 
 
 def well_typed(value: object, hint: Any) -> bool:

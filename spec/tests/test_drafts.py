@@ -22,10 +22,11 @@ from kvproof_spec.actions import (
 from kvproof_spec.answers import Answer, Done, Forgotten, Granted, Hit, Issued, Returned, SentRow
 from kvproof_spec.config import Config, Group
 from kvproof_spec.derived import outstanding_tokens, processed_tokens
-from kvproof_spec.invariants import QUALITIES, RULES
+from kvproof_spec.invariants import RULES
 from kvproof_spec.judgement import Violation
 from kvproof_spec.oracle import Oracle, rules_of
 from kvproof_spec.pages import Copy, read_page
+from kvproof_spec.qualities import QUALITIES
 from kvproof_spec.state import ActionDisabled, State
 
 FULL = Config((Group("full", 2),), num_blocks=9)

@@ -35,7 +35,7 @@ from kvproof_spec.pages import Copy
 from kvproof_spec.policies import CORRECTIONS, NOT_EXACT, POLICIES, UnknownToPolicy
 from kvproof_spec.policies.releases import VLLM_0_20, VLLM_0_32, Limit
 from kvproof_spec.policies.vllm import VllmPolicy
-from kvproof_spec.prefix import Inputs
+from kvproof_spec.prefix import TOKENS_ONLY, Inputs, Item
 
 FULL = Group("full", 4)
 WINDOW = Group("sliding", 4, 8)
@@ -65,13 +65,19 @@ class Driven:
         self.oracle.step(action, answer)
         return answer
 
-    def admit(self, request: int, symbols: tuple[int, ...], new: int, **more: object) -> Answer:
+    def admit(
+        self,
+        request: int,
+        symbols: tuple[int, ...],
+        new: int,
+        external: int = 0,
+        unordered: bool = False,
+        inputs: Inputs = TOKENS_ONLY,
+    ) -> Answer:
         """Submit, look up, allocate."""
-        inputs = more.pop("inputs", Inputs())
-        assert isinstance(inputs, Inputs)
         self.do(Submit(request, symbols, inputs=inputs))
         self.do(Lookup(request))
-        return self.do(Allocate(request, new, **more))  # type: ignore[arg-type]
+        return self.do(Allocate(request, new, external=external, unordered=unordered))
 
     def step(self, *sampled: int) -> None:
         """Issue a step and let it return; each of these requests samples a 9."""
@@ -80,9 +86,9 @@ class Driven:
         self.do(CompleteStep(self.steps, outputs))
         self.steps += 1
 
-    def run(self, request: int, symbols: tuple[int, ...], **more: object) -> None:
+    def run(self, request: int, symbols: tuple[int, ...], inputs: Inputs = TOKENS_ONLY) -> None:
         """Compute a whole prompt, and leave."""
-        self.admit(request, symbols, len(symbols), **more)
+        self.admit(request, symbols, len(symbols), inputs=inputs)
         self.step(request)
         self.do(Release(request, "finish"))
 
@@ -281,6 +287,16 @@ def test_the_end_of_an_embedded_prompt_is_part_of_a_blocks_name() -> None:
         hit = driven.do(Lookup(request))
         assert isinstance(hit, Hit)
         assert hit.tokens == tokens
+
+
+def test_an_item_under_an_embedding_is_part_of_a_blocks_name() -> None:
+    plain = Inputs(embeds=((0, 1),))
+    driven = Driven(Config((FULL,), num_blocks=9))
+    driven.run(0, (1,) * 5, inputs=plain)
+    driven.do(Submit(1, (1,) * 5, inputs=replace(plain, items=(Item("cat", 0, 1),))))
+    assert driven.do(Lookup(1)) == Hit(0, ((),))
+    driven.do(Submit(2, (2, *(1,) * 4), inputs=plain))
+    assert driven.do(Lookup(2)) == Hit(4, ((1,),))
 
 
 # Returns

@@ -27,9 +27,11 @@ from kvproof_spec.actions import (
 from kvproof_spec.answers import (
     Answer,
     Done,
+    Event,
     Granted,
     Hit,
     Issued,
+    Numbers,
     Raised,
     Refused,
     Returned,
@@ -40,13 +42,16 @@ from kvproof_spec.answers import (
     Trimmed,
     Updated,
 )
-from kvproof_spec.config import Config, Group
+from kvproof_spec.config import Config, Group, Scheduling
 from kvproof_spec.invariants import RULES
 from kvproof_spec.judgement import EVIDENCE, Rule, Violation
 from kvproof_spec.oracle import NonsenseAnswer, Oracle, rules_of
 from kvproof_spec.pages import Copy, Tables
 
-IDS = ("I1", "I2", "I3", "I4", "I5", "I6", "R1", "R2", "R3", "R4", "R5", "R6", "R7", "R9")
+IDS = (
+    *("I1", "I2", "I3", "I4", "I5", "I6"),
+    *("R1", "R2", "R3", "R4", "R5", "R6", "R7", "R9", "R10", "R11", "R12"),
+)
 """The rules in reading order: those of design.md sections 3 and 4 that are stated so far."""
 
 FULL = Config((Group("full", 2),), num_blocks=5)
@@ -55,6 +60,8 @@ WIDE = replace(FULL, num_blocks=9)
 STRICT = replace(FULL, ordering="strict")
 DEFERS = replace(FULL, defers_returns=True)
 UNCACHED = replace(FULL, caching=False)
+EVENTS = replace(FULL, events=True)
+PATIENT = replace(FULL, scheduling=Scheduling(patience=1))
 WINDOW = Config((Group("sliding", 2, 3),), num_blocks=6)
 BOTH = Config((Group("full", 2), Group("sliding", 2, 3)), num_blocks=9)
 
@@ -77,6 +84,11 @@ class Move:
     ) -> Move:
         snapshot = Snapshot(free_order, free_order_reversed, free_blocks, reference_counts, tables)
         return replace(self, snapshot=snapshot)
+
+    def announcing(self, findable: str, *events: Event) -> Move:
+        """The keys by which a lookup would find something, a letter each, and the events."""
+        keys = tuple((0, key) for key in findable)
+        return replace(self, snapshot=Snapshot((3, 4), findable=keys, events=events))
 
 
 Run = tuple[Move, ...]
@@ -193,9 +205,23 @@ def shown(name: str, witness: str, bad: Move, good: Move, rule: str = "I1") -> C
     return Case(rule, name, FULL, ASKED, (bad,), (good,), witness)
 
 
+# Request 0 is scheduled by the target itself.
+SCHEDULED: Run = (
+    submit(0, 1, 2, 3),
+    schedule(ScheduledRow(0, 0, 3, True, True, ((1, 2),))),
+)
+
+
+def reporting(used_blocks: int, queried: int, preemptions: int = 0) -> Move:
+    """Step 0 returns, and the target reports its numbers."""
+    numbers = Numbers(used_blocks, queried, 0, preemptions)
+    return Move(complete(0, (0, 9)).action, Updated((), (), numbers=numbers))
+
+
 GRANT = GRANTED[-1]
 SHOWN = GRANT.showing(3, 4, free_blocks=2, reference_counts=(0, 1, 1, 0, 0))
 ONE_MORE = Allocate(0, new=1)
+STORED = Event("stored", 0, ("a",))
 
 CASES = (
     Case(
@@ -768,7 +794,7 @@ CASES = (
         (*ASKED, grant(Allocate(0, new=3), (1,)), issue(), complete(0, (0, 9)), *HIT),
         (grant(Allocate(1, new=1), (1,)),),
         (Move(Allocate(1, new=1), Granted(((2,),), copies=(Copy(0, 1, 2),))),),
-        "request 1 is to write block 1, group 0, position 2, which others hold: <1 2 3>",
+        "request 1 is to write block 1, group 0, position 2; others hold it: <1 2 3>",
         first="R2",
     ),
     Case(
@@ -874,6 +900,81 @@ CASES = (
             schedule(ScheduledRow(0, 0, 4, True, True, ((1, 2),))),
         ),
         "request 0 resumed before its stale output was back",
+    ),
+    Case(
+        "R10",
+        "a key that was never announced",
+        EVENTS,
+        ASKED,
+        (GRANT.announcing("ab", STORED),),
+        (GRANT.announcing("a", STORED),),
+        "(0, 'b'): announced is False, findable is True",
+    ),
+    Case(
+        "R10",
+        "a key whose removal was never announced",
+        EVENTS,
+        (*ASKED, GRANT.announcing("a", STORED)),
+        (issue().announcing(""),),
+        (issue().announcing("", Event("removed", 0, ("a",))),),
+        "(0, 'a'): announced is True, findable is False",
+    ),
+    Case(
+        "R10",
+        "keys that are findable after everything is gone",
+        EVENTS,
+        (*ASKED, GRANT.announcing("a", STORED)),
+        (issue().announcing("a", Event("cleared")),),
+        (issue().announcing("b", Event("cleared"), Event("stored", 0, ("b",))),),
+        "(0, 'a'): announced is False, findable is True",
+    ),
+    Case(
+        "R10",
+        "an event whose parent was never announced",
+        EVENTS,
+        ASKED,
+        (GRANT.announcing("ab", STORED, Event("stored", 0, ("b",), "x")),),
+        (GRANT.announcing("ab", STORED, Event("stored", 0, ("b",), "a")),),
+        "parent='x') names a parent that was never announced",
+    ),
+    Case(
+        "R11",
+        "a request that is unfinished when its time is over",
+        PATIENT,
+        SCHEDULED,
+        (
+            update(0, (0, 9), computed=(0, 3)),
+            schedule(ScheduledRow(0, 3, 1, False, True, ((1, 2),))),
+        ),
+        (Move(complete(0, (0, 9)).action, Updated((0,), ())), schedule()),
+        "requests [0] are unfinished after 2 steps",
+    ),
+    Case(
+        "R12",
+        "a usage that is not the number of referenced blocks",
+        PATIENT,
+        SCHEDULED,
+        (reporting(used_blocks=1, queried=3),),
+        (reporting(used_blocks=2, queried=3),),
+        "the target reports Numbers(used_blocks=1, queried=3, hit=0, preemptions=0), it was ",
+    ),
+    Case(
+        "R12",
+        "a hit rate that does not count what was looked up",
+        PATIENT,
+        SCHEDULED,
+        (reporting(used_blocks=2, queried=2),),
+        (reporting(used_blocks=2, queried=3),),
+        "it was Numbers(used_blocks=2, queried=3, hit=0, preemptions=0)",
+    ),
+    Case(
+        "R12",
+        "a preemption that is not counted",
+        replace(PATIENT, scheduling=Scheduling()),
+        (*SCHEDULED, Move(Issue(), Scheduled((), (0,), ((0, ((),)),)))),
+        (reporting(used_blocks=0, queried=3, preemptions=0),),
+        (reporting(used_blocks=0, queried=3, preemptions=1),),
+        "it was Numbers(used_blocks=0, queried=3, hit=0, preemptions=1)",
     ),
 )
 
@@ -1076,6 +1177,9 @@ LACKING: dict[str, Run] = {
     "R5": COMPUTED,
     "R6": ASKED,
     "R7": ASKED,
+    "R10": (*ASKED, SHOWN),  # no events
+    "R11": COMPUTED,  # a driver decided
+    "R12": COMPUTED,
     "R9": (*PREEMPTED, complete(0, (0, 9)), lookup(0, 2, (1,))),  # a driver decided
 }
 

@@ -87,10 +87,14 @@ class Engine(Protocol):
 class Vllm:
     """What vLLM 0.32 answers, but for what it is known to break."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, policy: VllmPolicy) -> None:
+        self.policy = policy
+
+    @classmethod
+    def of(cls, config: Config) -> Vllm:
         policy = POLICIES["vllm-0.32"](config, CORRECTIONS)
         assert isinstance(policy, VllmPolicy)
-        self.policy = policy
+        return cls(policy)
 
     def answer(self, state: State, action: Action) -> Answer:
         answer = self.policy.predict(state, action)
@@ -100,9 +104,7 @@ class Vllm:
         return self.policy.snapshot()
 
     def clone(self) -> Vllm:
-        twin = Vllm(self.policy.config)
-        twin.policy = self.policy.clone()
-        return twin
+        return Vllm(self.policy.clone())
 
     def memory(self) -> Hashable:
         return self.policy.memory()
@@ -397,11 +399,13 @@ def spelled(state: State, scope: Scope) -> Iterator[Action]:
 
 @cache
 def allocations(request: int, scope: Scope) -> tuple[Action, ...]:
+    """Without those that make no sense in any state: they are half of them."""
     drafts: list[tuple[int, ...]] = [()]
     drafts += [(symbol,) * n for symbol in scope.samples for n in range(1, scope.lookahead + 1)]
     ahead, headroom = range(scope.lookahead + 1), range(scope.headroom + 1)
     parameters = SMALL, drafts, SMALL, (False, True), ahead, headroom, (False, True)
-    return tuple(Allocate(request, *picked) for picked in product(*parameters))
+    made = (Allocate(request, *picked) for picked in product(*parameters))
+    return tuple(a for a in made if a.unordered == (a.new == 0) and a.external >= a.unordered)
 
 
 def completions(state: State, scope: Scope) -> Iterator[Action]:
@@ -535,7 +539,7 @@ def release_may_be_asked(state: State, scope: Scope, action: Release) -> bool:
     if current_rows(state, request) and "async" not in scope.features:
         return False
     if request.status == "loading":
-        return "abort loading" in scope.features
+        return "abort-loading" in scope.features
     if request.scheduled:
         return "unissued" in scope.features and action.reason != "finish"
     if action.reason == "finish":
@@ -546,9 +550,16 @@ def release_may_be_asked(state: State, scope: Scope, action: Release) -> bool:
 # Small scopes that are explored to the end
 
 
+def rows_of_all(state: State) -> list[Row]:
+    return [row for step in state.steps for row in step.rows]
+
+
 @dataclass(frozen=True, slots=True)
 class Small:
-    """A scope, and how far it is followed; the whole of it is `states` states."""
+    """A scope, and how far it is followed; the whole of it is `states` states.
+
+    `sometimes` holds in one of them at least.
+    """
 
     name: str
     scope: Scope
@@ -556,7 +567,8 @@ class Small:
     issued: int
     submitted: int = 2
     preemptions: int = 0  # of the requests that are there
-    engine: Callable[[Config], Engine] = Vllm
+    engine: Callable[[Config], Engine] = Vllm.of
+    sometimes: Inside = bool
 
     def holds(self, state: State) -> bool:
         return (
@@ -585,7 +597,7 @@ def small_scope(config: Config, features: str, prompt: int, **more: Any) -> Scop
         "headroom": 0,
     }
     prompts = ((0,) * prompt,)
-    names = frozenset(name.replace("_", " ") for name in features.split())
+    names = frozenset(features.split())
     assert names <= set(FEATURES)
     return Scope(config, names, prompts, **{**given, **more})
 
@@ -648,49 +660,55 @@ SMALL_SCOPES = (
     ),
     Small(
         "two requests with states",
-        small_scope(STATE, "state abort async trim unissued", 3, max_request_tokens=5),
-        states=0,
+        small_scope(STATE, "state abort async trim", 3, max_request_tokens=5),
+        states=922,
         issued=2,
         engine=Careful,
+        sometimes=lambda s: any(row.start % 2 == 0 < row.start for row in rows_of_all(s)),
     ),
     Small(
         "states and attention, with hits inside blocks",
         small_scope(TWO_KINDS, "full state mixed partial abort async", 4, max_request_tokens=6),
-        states=0,
+        states=504,
         issued=3,
         engine=Careful,
+        sometimes=lambda s: bool(s.copies),
     ),
     Small(
         "hits inside blocks, in cleared pages",
         small_scope(
-            replace(PARTIAL, clears=True), "full partial clear external abort_loading unissued", 3
+            replace(PARTIAL, clears=True), "full partial clear external abort-loading unissued", 3
         ),
-        states=0,
+        states=567,
         issued=2,
         engine=Careful,
+        sometimes=lambda s: bool(s.copies) and bool(s.uncleared),
     ),
     Small(
         "stores, and loads whose requests have left",
-        small_scope(FULL, "full store external abort abort_loading", 3, max_request_tokens=4),
-        states=0,
+        small_scope(FULL, "full store external abort abort-loading", 3, max_request_tokens=4),
+        states=1612,
         issued=1,
         engine=Careful,
+        sometimes=lambda s: {t.inbound for t in s.transfers} == {True, False},
     ),
     Small(
         "drafts in two steps in flight",
         small_scope(FULL, "full lookahead async", 2, max_request_tokens=6, lookahead=1),
-        states=0,
+        states=362,
         issued=4,
         submitted=1,
         engine=Careful,
+        sometimes=lambda s: len([r for r in rows_of_all(s) if r.drafts]) == 2,
     ),
     Small(
         "encoders",
         small_scope(ENCODED, "full cross uncached abort preempt", 2, encoder_tokens=(3,)),
-        states=0,
+        states=425,
         issued=2,
         preemptions=1,
         engine=Careful,
+        sometimes=lambda s: any(r.encoder and not r.first for r in rows_of_all(s)),
     ),
 )
 
@@ -716,20 +734,32 @@ def test_a_small_scope_is_explored_as_an_enumerator_does_that_knows_no_choices(
     assert same, difference(by_choices, by_brute_force)
     found = len(by_choices)
     assert found == small.states
+    assert any(small.sometimes(state) for state, _ in by_choices)
 
 
-def test_the_enumerator_would_notice_a_missing_choice() -> None:
-    small = next(small for small in SMALL_SCOPES if small.name == "drafts and slots ahead")
-    start = initial_state(small.scope.config)
+def is_draft(action: Action) -> bool:
+    return isinstance(action, Allocate) and bool(action.drafts)
 
-    def without_drafts(state: State, scope: Scope) -> Iterator[Action]:
-        for action in chosen(state, scope):
-            if not (isinstance(action, Allocate) and action.drafts):
-                yield action
 
-    engine = small.engine(small.scope.config)
-    fewer = explore(start, small.scope, without_drafts, small.holds, engine)
-    assert fewer < explore(start, small.scope, every_action, small.holds, engine)
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("drafts and slots ahead", is_draft),
+        ("drafts in two steps in flight", is_draft),
+        ("states and attention, with hits inside blocks", lambda a: a == Allocate(1, 2)),
+    ],
+)
+def test_the_enumerator_would_notice_a_missing_choice(
+    name: str, missing: Callable[[Action], bool]
+) -> None:
+    small = next(small for small in SMALL_SCOPES if small.name == name)
+    start, engine = initial_state(small.scope.config), small.engine(small.scope.config)
+
+    def fewer(state: State, scope: Scope) -> Iterator[Action]:
+        return (action for action in chosen(state, scope) if not missing(action))
+
+    found = explore(start, small.scope, fewer, small.holds, engine)
+    assert found < explore(start, small.scope, every_action, small.holds, engine)
 
 
 # Random walks through every kind of group
@@ -754,12 +784,12 @@ DRAFTER = Group("full", 2, drafter=True)
 WALKS = {
     "chunks": walked(Config((Group("full", 2), Group("chunked", 2, 4)), 16)),
     "blocks of two sizes": walked(Config((Group("full", 2), Group("sliding", 4, 5)), 14)),
-    "a state": walked(Config((Group("state", 4),), 7, partial_boundary=2)),
+    "a state": walked(Config((Group("state", 4),), 5, partial_boundary=2)),
     "a state and attention": walked(
         Config((Group("full", 2), Group("state", 4)), 14, partial_boundary=1)
     ),
     "a window and a state": walked(
-        Config((Group("sliding", 2, 3), Group("state", 2)), 14, clears=True)
+        Config((Group("sliding", 2, 3), Group("state", 2)), 10, clears=True)
     ),
     "encoders": walked(
         Config((Group("full", 2), Group("cross", 2)), 14, caching=False), encoder_tokens=(1, 3)
@@ -769,11 +799,17 @@ WALKS = {
     "other inputs": walked(Config((Group("full", 2),), 10), inputs=INPUTS),
 }
 STEPS = 120  # a walk
-SEEDS = range(10)
+SEEDS = range(6)
 
 HURRY = {
-    **{"lookup": 4, "admit": 6, "extend": 4, "draft": 4, "issue": 6},
-    **{"complete step": 4, "complete load": 3, "complete store": 3},
+    "lookup": 4,
+    "admit": 6,
+    "extend": 4,
+    "draft": 4,
+    "issue": 6,
+    "complete step": 4,
+    "complete load": 3,
+    "complete store": 3,
 }
 """Weights by kind; 1 for the rest, so that requests come far enough to matter."""
 
@@ -877,7 +913,8 @@ def test_every_rule_that_has_evidence_here_is_evaluated(
     rules = {rule for walk in walks[name] for rule, _ in walk.oracle.evaluated}
     caching = WALKS[name].config.caching
     hits = set() if caching else {"I6", "R5"}
-    assert rules == {rule.id for rule in RULES} - {"R9"} - hits
+    of_a_scheduler = {"R9", "R10", "R11", "R12"}
+    assert rules == {rule.id for rule in RULES} - of_a_scheduler - hits
 
 
 def test_drafters_of_hits_are_fresh_and_stale(walks: dict[str, list[Walk]]) -> None:

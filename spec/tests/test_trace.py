@@ -31,14 +31,17 @@ from kvproof_spec.actions import (
 from kvproof_spec.answers import (
     Answer,
     Done,
+    Event,
     Forgotten,
     Granted,
     Hit,
     Issued,
+    Numbers,
     Raised,
     Refused,
     Returned,
     Scheduled,
+    ScheduledLoad,
     ScheduledRow,
     SentRow,
     Snapshot,
@@ -68,6 +71,7 @@ ALL_ACTIONS: tuple[Action, ...] = (
     Submit(1, (3,), priority=-1, max_tokens=4),
     Submit(2, (3,), inputs=Inputs("poet", 2, "tenant", (Item("cät", 1, 2),), ((0, 9), (4, -9)))),
     Submit(3, (3,), inputs=Inputs(salt=""), encoder_tokens=5),
+    Submit(4, (3,), remote=4, unordered=True, stored=True),
     Lookup(0),
     Allocate(0, 2),
     Allocate(0, 3, (7, 8), 0, False, 1, 2, True),
@@ -103,6 +107,7 @@ ALL_ANSWERS: tuple[Answer, ...] = (
     Returned(),
     Returned((), ()),
     Returned((1, 1), ((0, 3),)),
+    Returned(numbers=Numbers(1, 2, 0, 3)),
     Trimmed(((0, 2),)),
     Forgotten(True),
     Forgotten(False),
@@ -110,10 +115,24 @@ ALL_ANSWERS: tuple[Answer, ...] = (
     Scheduled(
         (ScheduledRow(0, 2, 1, True, False, ((1, 2),)),), (1,), ((0, ((1, 2),)),), (3,), (4,)
     ),
+    Scheduled(
+        (ScheduledRow(0, 2, 1, True, False, ((1, 2),), external=2),),
+        (),
+        (),
+        loads=(ScheduledLoad(1, 0, 2),),
+        copies=(Copy(0, 1, 2),),
+        cleared=(3,),
+    ),
     Updated((), ()),
+    Updated((0,), (), stored=(0,), numbers=Numbers(1, 2, 3, 4)),
     Updated((0,), ((1, 2),), (3,)),
 )
-SNAPSHOT = Snapshot((3, 4), (3, 4), 2, (0, 1, 1, 0, 0), ((0, ((1, 2),)),), ((0, (1, 2)),))
+EVENTS = Event("stored", 1, ("a", "b"), "ü"), Event("removed", 0, ("a",)), Event("cleared")
+SNAPSHOT = Snapshot(
+    *((3, 4), (3, 4), 2, (0, 1, 1, 0, 0), ((0, ((1, 2),)),), ((0, (1, 2)),)),
+    findable=((0, "a"),),
+    events=EVENTS,
+)
 HEADER = Header(Config((Group("full", 2), Group("sliding", 2, 3)), num_blocks=5), "plain")
 
 
@@ -182,7 +201,7 @@ HEADERS = (
             defers_returns=True,
             ordering="strict",
             worker=False,
-            scheduling=Scheduling("priority", True, 2, 8, 4, False, 1),
+            scheduling=Scheduling("priority", True, 2, 8, 4, False, 1, 9),
         ),
         "plain",
     ),
@@ -193,6 +212,7 @@ HEADERS = (
             9,
             partial_boundary=2,
             clears=True,
+            events=True,
         ),
         "plain",
     ),
@@ -222,7 +242,23 @@ WRITTEN = (*ALL_ACTIONS, *ALL_ANSWERS, SNAPSHOT, *(header.config for header in H
 
 @pytest.mark.parametrize(
     "record",
-    [*ACTIONS, *get_args(Answer), Config, Group, Scheduling, Inputs, Item, Copy, Snapshot],
+    [
+        *ACTIONS,
+        *get_args(Answer),
+        Output,
+        SentRow,
+        ScheduledRow,
+        ScheduledLoad,
+        Numbers,
+        Config,
+        Group,
+        Scheduling,
+        Inputs,
+        Item,
+        Copy,
+        Snapshot,
+        Event,
+    ],
     ids=lambda record: record.__name__,
 )
 def test_no_field_has_its_default_in_all_that_is_written_here(record: type) -> None:
@@ -413,6 +449,17 @@ DAMAGED = {
         HEAD + '{"action": {"type": "Submit", "request": 0, "symbols": [1], "inputs": '
         '{"salt": 3}}}\n',
         in_line(2, "Line.action: Submit.inputs: Inputs.salt: "),
+    ),
+    "an event that is none": (
+        HEAD + '{"action": {"type": "Issue"}, "snapshot": {"type": "Snapshot", '
+        '"free_order": [], "events": '
+        '[{"what": "moved"}]}}\n',
+        in_line(2, "Line.snapshot: Snapshot.events: Event.what: one of ('stored', 'removed', "),
+    ),
+    "numbers that are not whole": (
+        HEAD + '{"action": {"type": "Issue"}, "answer": {"type": "Returned", "numbers": '
+        '{"used_blocks": 1.5, "queried": 0, "hit": 0, "preemptions": 0}}}\n',
+        in_line(2, "Line.answer: Returned.numbers: "),
     ),
     "a store of a list of requests": (
         HEAD + '{"action": {"type": "Store", "request": [0]}}\n',

@@ -127,25 +127,18 @@ def require_timeout(options: argparse.Namespace) -> None:
 
 def ladder(made: Campaign, hello: Hello, options: argparse.Namespace) -> int:
     """One campaign a rung, each with one feature more; stops at the first that is not clean."""
-    order = [feature for feature in FEATURES if feature in hello.features]
-    order = [feature for feature in order if feature not in ("full", "sliding", "uncached")]
-    base = {"full"} & hello.features or {"sliding"}
-    rungs = [frozenset(base), frozenset(base | {"sliding"} & hello.features)]
-    for feature in order:
-        rungs.append(rungs[-1] | {feature})
-    rungs = list(dict.fromkeys(rungs))
-    share = replace_budget(made.budget, len(rungs))
+    order = [feature for feature in FEATURES if feature in hello.features - {"uncached"}]
+    made.budget = replace_budget(made.budget, len(order))
     code = EXIT_CLEAN
     reports: list[dict[str, Any]] = []
-    for rung in rungs:
-        made.asked = replace(made.asked, features=rung)
-        made.budget = share
+    for height, added in enumerate(order, start=1):
+        rung = frozenset(order[:height])
+        made.asked = replace(made.asked, features=rung, newest=added)
         code = perform(made, options)
-        added = sorted(rung - frozenset().union(*reports_features(reports)))
-        reports.append({"features": sorted(rung), "added": added, **made.to_json()})
+        reports.append({"features": sorted(rung), "added": [added], **made.to_json()})
         if not options.json:
-            reporting.print_rung(made, added)
-        if code == EXIT_FAILED and not made.result.failure and rung != rungs[-1]:
+            reporting.print_rung(made, [added])
+        if code == EXIT_FAILED and not made.result.failure and height < len(order):
             code = EXIT_CLEAN  # a higher rung has the feature that the rule needs
         if code != EXIT_CLEAN:
             break
@@ -154,10 +147,6 @@ def ladder(made: Campaign, hello: Hello, options: argparse.Namespace) -> int:
     elif code != EXIT_CLEAN:
         reporting.print_report(made, as_json=False)
     return code
-
-
-def reports_features(reports: list[dict[str, Any]]) -> list[frozenset[str]]:
-    return [frozenset(report["features"]) for report in reports]
 
 
 def replace_budget(budget: Budget, parts: int) -> Budget:

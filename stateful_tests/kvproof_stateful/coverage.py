@@ -20,7 +20,7 @@ from kvproof_spec.actions import (
 )
 from kvproof_spec.answers import Answer, Forgotten, Granted, Hit, Raised, Refused, Scheduled
 from kvproof_spec.derived import has_stale_rows
-from kvproof_spec.state import State
+from kvproof_spec.state import Request, State
 
 GOALS: dict[str, str] = {
     "hit": "a lookup found a prefix",
@@ -130,10 +130,8 @@ class Coverage:
 def goals_of(before: State, action: Action, answer: Answer) -> list[str]:
     """The goals that this answer reaches."""
     match action, answer:
-        case Lookup(), Hit() if answer.tokens:
-            inside = answer.tokens % before.config.common_block != 0
-            goals = {"hit of a step in flight": before.steps, "hit inside a block": inside}
-            return ["hit", *(goal for goal, reached in goals.items() if reached)]
+        case Lookup(), Hit():
+            return _goals_of_a_hit(before, answer.tokens)
         case Allocate(), Refused():
             return ["refused"]
         case Allocate(), Granted():
@@ -192,13 +190,38 @@ def _goals_of_a_schedule(before: State, answer: Scheduled) -> list[str]:
     goals = ["two steps in flight"] if before.steps else []
     goals += ["preempted"] * len(answer.preempted)
     goals += ["unissued"] if answer.unissued else []
+    states = any(group.kind == "state" for group in before.config.groups)
     for row in answer.rows:
-        if row.admitted and row.start:
-            goals.append("hit")
         request = before.get(row.request)
-        if row.admitted and request is not None and request.status == "preempted":
-            goals += ["resumed"] + (["resumed with a hit"] if row.start else [])
+        if row.admitted and request is not None and request.status != "running":
+            goals += _goals_of_an_admission(before, request, row.start - row.external)
+            goals += ["external beside a state"] if row.external and states else []
+    for load in answer.loads:
+        request = before.find(load.request)
+        goals += _goals_of_an_admission(before, request, load.hit)
+        goals += ["external beside a state"] if states else []
+        goals += ["load of everything"] if load.hit + load.external == request.known else []
+    tables = dict(answer.tables)
+    held = [(group, b) for of in tables.values() for group, table in enumerate(of) for b in table]
+    for copy in answer.copies or ():
+        own = (copy.group, copy.destination) in held
+        goals.append("copied" if own else "copied for the cache")
     return goals
+
+
+def _goals_of_an_admission(before: State, request: Request, hit: int) -> list[str]:
+    goals = _goals_of_a_hit(before, hit)
+    if request.status == "preempted":
+        goals += ["resumed"] + (["resumed with a hit"] if hit else [])
+    return goals
+
+
+def _goals_of_a_hit(before: State, tokens: int) -> list[str]:
+    if not tokens:
+        return []
+    inside = tokens % before.config.common_block != 0
+    goals = {"hit of a step in flight": before.steps, "hit inside a block": inside}
+    return ["hit", *(goal for goal, reached in goals.items() if reached)]
 
 
 def _goals_of_a_return(before: State, action: CompleteStep) -> list[str]:

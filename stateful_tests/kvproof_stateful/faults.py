@@ -89,7 +89,7 @@ class DoubleFreeInOneBatch(KVCacheManager):
     class Group(SingleTypeManager):
         def free(self, request_id: int) -> None:
             blocks = self.pop_blocks(request_id)
-            self.pool.free_blocks(reversed([*blocks, *blocks]))
+            self.pool.give_back(reversed([*blocks, *blocks]))
 
     manager_classes = in_each_kind(Group)
 

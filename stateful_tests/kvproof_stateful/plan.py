@@ -34,6 +34,9 @@ GROUPS: tuple[tuple[Group, ...], ...] = (
 LAYOUT = frozenset((*GROUP_KINDS, "mixed", "drafter"))
 """The features that are the groups' own."""
 
+INPUTS = ("lora", "lora-version", "multimodal", "embeds", "salt")
+"""The features that decide content beside the token ids."""
+
 SAMPLES = (1, 2, 3)
 """Token ids that a step may sample; prompts are made of them too, so that they meet."""
 
@@ -87,11 +90,15 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a campaign was asked to draw from: None leaves it to the seed."""
+    """What a campaign was asked to draw from: None leaves it to the seed.
+
+    Of the `features` the `newest` is in every run: the groups have it, or room for it.
+    """
 
     groups: tuple[Group, ...] | None = None
     num_blocks: int | None = None
     features: frozenset[str] | None = None
+    newest: str | None = None
     strict: bool = False
 
 
@@ -117,6 +124,7 @@ def draw_scope(rng: Random, hello: Hello, asked: Asked) -> Scope:
         worker="worker" in features,
         partial_boundary=min(group.block_size for group in groups) // 2 if partial else None,
         clears="clear" in features,
+        events="events" in features,
     )
     if asked.strict:
         config = replace(config, defers_returns=True)
@@ -162,11 +170,20 @@ def possible_groups(hello: Hello, asked: Asked) -> list[tuple[Group, ...]]:
     if not wanted & set(GROUP_KINDS):
         wanted |= {"full"}
     fitting = [groups for groups in GROUPS if layout_of(groups) <= wanted]
-    if asked.features is not None:
+    if asked.newest is not None:
+        fitting = [groups for groups in fitting if has_room(groups, asked.newest)]
+    elif asked.features is not None:
         fitting = [groups for groups in fitting if layout_of(groups) == wanted] or fitting
     if not fitting:
         raise ImpossibleConfig(f"no groups of {', '.join(sorted(wanted))} alone: name --groups")
     return fitting
+
+
+def has_room(groups: tuple[Group, ...], feature: str) -> bool:
+    """Can a run over these groups have the feature?"""
+    if feature in LAYOUT:
+        return feature in layout_of(groups)
+    return feature not in impossible_with(groups)
 
 
 def layout_of(groups: tuple[Group, ...]) -> frozenset[str]:
@@ -184,7 +201,7 @@ def draw_features(
     layout = layout_of(groups)
     impossible = impossible_with(groups)
     if asked.features is not None:
-        features = (asked.features - LAYOUT) | layout
+        features = (asked.features - LAYOUT - (impossible if asked.newest else set())) | layout
     else:
         chance = {"uncached": 0.2, "worker": 0.9, **dict.fromkeys(INPUTS, 0.25)}
         optional = sorted(hello.features - LAYOUT - impossible)
@@ -201,13 +218,10 @@ def draw_features(
 def impossible_with(groups: tuple[Group, ...]) -> frozenset[str]:
     """The features that make no sense with these groups."""
     kinds = layout_of(groups)
-    partial = kinds == {"full", "state"}
-    loads = "cross" not in kinds
-    return frozenset(() if partial else ("partial",)) | frozenset(() if loads else ("external",))
-
-
-INPUTS = ("lora", "lora version", "multimodal", "embeds", "salt")
-"""The features that decide content beside the token ids."""
+    impossible = set() if kinds == {"full", "state"} else {"partial"}
+    if "cross" in kinds:  # which is without prefix caching
+        impossible |= {"external", "abort-loading", "forget", "publish", "events", *INPUTS}
+    return frozenset(impossible)
 
 
 def draw_inputs(rng: Random, features: frozenset[str], unit: int) -> tuple[Inputs, ...]:
@@ -215,9 +229,9 @@ def draw_inputs(rng: Random, features: frozenset[str], unit: int) -> tuple[Input
     drawn = []
     for _ in range(4 if features & set(INPUTS) else 1):
         lora = rng.choice((None, "a", "b")) if "lora" in features else None
-        if "lora version" in features:
+        if "lora-version" in features:
             lora = rng.choice((None, "a"))
-        version = rng.randint(0, 1) if lora is not None and "lora version" in features else 0
+        version = rng.randint(0, 1) if lora is not None and "lora-version" in features else 0
         salt = rng.choice((None, "x", "y")) if "salt" in features else None
         items: tuple[Item, ...] = ()
         if "multimodal" in features and rng.random() < 0.7:
@@ -272,10 +286,12 @@ def with_scheduling(rng: Random, config: Config, features: frozenset[str]) -> Co
         stop_token=rng.choice((None, SAMPLES[0])),
         patience=PATIENCE,
     )
+    # An unordered load must get no block that a step in flight still writes.
+    deferred = config.ordering == "strict" or {"async", "external"} <= features
     return replace(
         config,
         scheduling=scheduling,
-        defers_returns=config.ordering == "strict" or (asynchronous and rng.random() < 0.2),
+        defers_returns=deferred or (asynchronous and rng.random() < 0.2),
     )
 
 

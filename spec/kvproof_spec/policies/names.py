@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
 
 from kvproof_spec.actions import Submit
 from kvproof_spec.policies.releases import Release
-from kvproof_spec.prefix import Inputs, Prefix
+from kvproof_spec.prefix import Inputs, Prefix, Symbol, content_of
 from kvproof_spec.state import Request
 
 
@@ -15,9 +16,8 @@ class Names:
     """vLLM's block hashes, but for hashing: `generate_block_hash_extra_keys`.
 
     With prompt embeddings a block is known by all its embeddings, zeros for tokens
-    included: by none after the prompt, so that the prompt's end counts, and never by the
-    token that an embedding stands for.  Releases that know an adapter by its name alone
-    take its versions for one.
+    included and none after the prompt, so that the prompt's end counts; and by its items as
+    well.  Releases that know an adapter by its name alone take its versions for one.
     """
 
     def __init__(self, release: Release) -> None:
@@ -26,15 +26,14 @@ class Names:
         self._embedded: set[int] = set()  # requests
 
     def submit(self, root: Prefix, action: Submit) -> None:
-        inputs, embedded = action.inputs, {position for position, _ in action.inputs.embeds}
+        inputs = action.inputs
         if inputs.lora_version and not self.release.keys_adapter_versions:
             inputs = replace(inputs, lora_version=0)
-        elif not embedded:
-            return
-        symbols = [0 if at in embedded else symbol for at, symbol in enumerate(action.symbols)]
-        self._own[action.request] = prompt_names(inputs, root, symbols)
-        if embedded:
+        if inputs.embeds:
             self._embedded.add(action.request)
+            self._own[action.request] = embedded_names(root, action.symbols, inputs)
+        elif inputs is not action.inputs:
+            self._own[action.request] = list(content_of(root, action.symbols, inputs))
 
     def of(self, request: Request, tokens: int) -> Prefix:
         """The name of what the first `tokens` tokens fill."""
@@ -55,11 +54,11 @@ class Names:
         return twin
 
 
-def prompt_names(inputs: Inputs, root: Prefix, symbols: list[int]) -> list[Prefix]:
-    last, names = inputs.root(root), []
-    if inputs.embeds:
-        last = last.context("embeddings")
+def embedded_names(root: Prefix, symbols: Sequence[Symbol], inputs: Inputs) -> list[Prefix]:
+    """Beside each embedding also the item that it belongs to."""
+    last, names = inputs.root(root).context("embeddings"), []
+    items = replace(inputs, embeds=())
     for position, symbol in enumerate(symbols):
-        last = last.extend(inputs.at(position, symbol))
+        last = last.extend((inputs.at(position, symbol), items.at(position, 0)))
         names.append(last)
     return names

@@ -16,10 +16,11 @@ from kvproof_spec.state import Request
 class StatePolicy(GroupPolicy):
     """A table is null but for the state that a step reads and the one that it writes.
 
-    `retired` counts the table entries that were given back, `last` is the entry of the
-    state that the last growth left behind.  `own_tails` are published states inside a
-    block, which their request writes next: the index is then given a copy.  A state that
-    was published since the step began does not exist before the step is over.
+    `retired` counts the table entries that were given back or, in releases that do not,
+    `last` is the entry of the state that the last growth left behind.  `own_tails` are
+    published states inside a block, which their request writes next: the index is then
+    given a copy.  A state that was published since the step began does not exist before
+    the step is over.
     """
 
     def __init__(self, group_id: int, layout: Layout, pool: VllmPool) -> None:
@@ -72,7 +73,7 @@ class StatePolicy(GroupPolicy):
         copied = tail is not None or own is not None
         if missing <= 0 and not copied:
             return []
-        if before:
+        if before and not self.layout.release.retires_states:
             self.last[request.id] = before - 1
         table += [NULL_BLOCK] * (missing - 1)
         taken = self.pool.take((missing > 0) + copied)

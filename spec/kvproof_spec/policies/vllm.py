@@ -8,6 +8,7 @@ core's: the free order, the index with the copies of each key, and what each gro
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
+from copy import copy
 from typing import Self
 
 from kvproof_spec.actions import (
@@ -85,7 +86,7 @@ class VllmPolicy:
 
     def clone(self) -> Self:
         """A policy that goes on from here by itself."""
-        twin = type(self)(self.config, self.corrections, self.release)
+        twin = copy(self)
         twin.returns = Returns(self.returns.kept)
         twin._build(self.pool.clone(), self.groups)
         return twin

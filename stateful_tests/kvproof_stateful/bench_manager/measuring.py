@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import median, quantiles
 
-from kvproof_reference.scheduler import Scheduler, SchedulerOutput
+from kvproof_reference.scheduler import Scheduler
+from kvproof_reference.steps import SchedulerOutput
 from kvproof_stateful.bench_manager.timed import (
     BASE,
     BLOCK_SIZE,
     BUCKETS,
-    MAX_MODEL_LEN,
     Timed,
     Variant,
 )
@@ -43,7 +43,7 @@ class Engine:
         self.timed = timed
         self.workload = workload
         self.arrivals = workload.arrivals()
-        self.scheduler = Scheduler(timed, workload.scheduling, max_model_len=MAX_MODEL_LEN)
+        self.scheduler = Scheduler(timed, workload.config)
         self.arrived = 0
         self.preempted = 0
         self.hit_tokens = 0
@@ -54,10 +54,9 @@ class Engine:
         self._let_in()
         if not self.scheduler.requests:
             return None
-        self.timed.new_step()
         output = self.scheduler.schedule()
         sampled = {row.request_id: self._token(row.request_id) for row in output.rows}
-        for request_id in self.scheduler.update_from_output(output, sampled):
+        for request_id in self.scheduler.update_from_output(output, sampled).finished:
             self.timed.forget(request_id)
         self.steps += 1
         self.preempted += len(output.preempted)

@@ -11,8 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from kvproof_spec.config import Scheduling
-from kvproof_stateful.bench_manager.timed import BLOCK_SIZE
+from kvproof_spec.config import Config, Group, Scheduling
+from kvproof_stateful.bench_manager.timed import BLOCK_SIZE, MAX_MODEL_LEN
 
 TRACE = Path(__file__).resolve().parents[3] / "benchmarks" / "data" / "conversation.jsonl.gz"
 """In a checkout; a wheel has no data."""
@@ -47,11 +47,16 @@ class Workload:
     max_num_batched_tokens: int = 8192
 
     @property
-    def scheduling(self) -> Scheduling:
-        return Scheduling(
-            max_num_seqs=self.in_system,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            whole_sequence_check=False,
+    def config(self) -> Config:
+        return Config(
+            groups=(Group("full", BLOCK_SIZE),),
+            num_blocks=self.num_blocks,
+            max_model_len=MAX_MODEL_LEN,
+            scheduling=Scheduling(
+                max_num_seqs=self.in_system,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                whole_sequence_check=False,
+            ),
         )
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 import kvproof_stateful
+from kvproof_reference.block_pool import BlockPool
+from kvproof_reference.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kvproof_reference.kv_cache_manager import KVCacheManager
 from kvproof_reference.request import Request
 from kvproof_reference.worker import Worker
 from kvproof_spec.actions import Allocate
 from kvproof_spec.answers import (
     Answer,
+    Event,
     Forgotten,
     Granted,
     Hit,
@@ -51,6 +54,7 @@ class PlainTarget(DrivenTarget):
             enable_caching=config.caching,
             max_in_flight_tokens=config.max_in_flight_tokens,
             partial_boundary=config.partial_boundary,
+            enable_kv_cache_events=config.events,
             clears=config.clears,
         )
         self.worker = Worker()
@@ -164,4 +168,33 @@ class PlainTarget(DrivenTarget):
             reference_counts=pool.counts(),
             tables=tuple((request, self.tables(request)) for request in self.requests),
             keys=tuple(sorted((key[0], tuple(copies)) for key, copies in pool.index.items())),
+            findable=shown_findable(pool) if self.config.events else None,
+            events=shown_events(self.manager),
         )
+
+
+def shown_findable(pool: BlockPool) -> tuple[tuple[int, str], ...]:
+    """The keys that a lookup finds, by name."""
+    return tuple((group, digest.hex()) for group, digest in pool.index)
+
+
+def shown_events(manager: KVCacheManager) -> tuple[Event, ...]:
+    """What the manager has announced since the last call."""
+    return tuple(map(shown_event, manager.take_events()))
+
+
+def shown_event(event: KVCacheEvent) -> Event:
+    match event:
+        case BlockStored():
+            parent = event.parent_block_hash
+            return Event(
+                "stored",
+                event.group_idx,
+                tuple(digest.hex() for digest in event.block_hashes),
+                None if parent is None else parent.hex(),
+            )
+        case BlockRemoved():
+            keys = tuple(digest.hex() for digest in event.block_hashes)
+            return Event("removed", event.group_idx, keys)
+        case AllBlocksCleared():
+            return Event("cleared")

@@ -71,7 +71,7 @@ def features() -> frozenset[str]:
         "clear": hasattr(manager, "take_new_block_ids"),
     }
     missing = {feature for feature, there in optional.items() if not there}
-    return frozenset(FEATURES) - {"worker", "store", "abort loading"} - missing
+    return frozenset(FEATURES) - {"worker", "store", "abort-loading"} - missing
 
 
 def fields_of(record: Any) -> set[str]:
