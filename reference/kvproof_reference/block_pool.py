@@ -82,7 +82,7 @@ class BlockPool:
     def get_new_blocks(self, num_blocks: int) -> list[int]:
         """Hand out the first free blocks, their keys forgotten."""
         free = self._free
-        if num_blocks > len(free):
+        if not 0 <= num_blocks <= len(free):
             raise ValueError(f"{num_blocks} blocks wanted, {len(free)} are free")
         self._free_order = self._counts = None
         blocks = free.pop(num_blocks)

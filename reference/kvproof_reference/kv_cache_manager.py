@@ -274,8 +274,8 @@ class KVCacheManager:
         if in_use_until is None:
             return self.block_pool.take_copies()
         copies = self.block_pool.take_copies(still_held=True)
-        for copy in copies:
-            self._deferred.keep_copy((copy.source, copy.destination), in_use_until)
+        for made in copies:
+            self._deferred.keep_copy((made.source, made.destination), in_use_until)
         return copies
 
     def take_new_block_ids(self) -> tuple[int, ...]:

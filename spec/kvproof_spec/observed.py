@@ -151,14 +151,7 @@ def _updated(
     state: State, action: CompleteStep, answer: Updated
 ) -> Iterator[tuple[Action, Answer]]:
     """The step returns, then who ended leaves; what was kept back for it is given back first."""
-    left, own = Counter(answer.deferred), {}
-    for request_id in answer.finished:
-        request = state.find(request_id)
-        own[request_id] = Counter[int]()
-        if request_id in answer.stored or _tokens_in_later_steps(state, request):
-            held = Counter(block for table in request.tables for block in table)
-            own[request_id] = left & held
-            left -= own[request_id]
+    own, left = _kept_for_the_finished(state, answer)
     numbers = None if answer.finished else answer.numbers
     yield action, Returned(tuple(left.elements()), answer.computed, numbers)
     for request_id in answer.finished:
@@ -172,13 +165,46 @@ def _updated(
         yield Release(request_id, "finish"), Returned(tuple(left.elements()), numbers=numbers)
 
 
+def _kept_for_the_finished(
+    state: State, answer: Updated
+) -> tuple[dict[int, Counter[int]], Counter[int]]:
+    """What is kept back for each request that ended, and for nobody of these.
+
+    What has left a window may be kept, too, unless it was kept before for somebody else.
+    """
+    own = {request_id: Counter[int]() for request_id in answer.finished}
+    left, before = Counter(answer.deferred), Counter(state.deferred)
+    requests = [
+        request
+        for request in map(state.find, answer.finished)
+        if request.id in answer.stored or _tokens_in_later_steps(state, request)
+    ]
+    for needed in (True, False):
+        for request in requests:
+            kept = Counter(
+                block
+                for group, table in zip(state.config.groups, request.tables, strict=True)
+                for entry, block in enumerate(table)
+                if needed == (entry >= group.first_needed_block(_processed(state, request)))
+            )
+            kept &= left if needed else left - before
+            own[request.id] += kept
+            left -= kept
+    return own, left
+
+
+def _processed(state: State, request: Request) -> int:
+    """Tokens whose steps are done once the oldest step has returned."""
+    return request.computed - _tokens_in_later_steps(state, request)
+
+
 def _tokens_in_later_steps(state: State, request: Request) -> int:
     return sum(row.tokens for step in state.steps[1:] for row in step.rows if row.of(request))
 
 
 def _trimmed(state: State, request: Request, kept: Counter[int]) -> Tables:
     """The tables that a store is given: without what left the window, and is not `kept` for it."""
-    processed = request.computed - _tokens_in_later_steps(state, request)
+    processed = _processed(state, request)
     return tuple(
         tuple(
             NULL_BLOCK if entry < group.first_needed_block(processed) and not kept[block] else block

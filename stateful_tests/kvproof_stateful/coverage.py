@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -21,6 +21,7 @@ from kvproof_spec.actions import (
 )
 from kvproof_spec.answers import Answer, Forgotten, Granted, Hit, Raised, Refused, Scheduled
 from kvproof_spec.derived import has_stale_rows
+from kvproof_spec.pages import handed_out
 from kvproof_spec.state import Request, State
 
 GOALS: dict[str, str] = {
@@ -48,7 +49,7 @@ GOALS: dict[str, str] = {
     "row moved": "rejected drafts moved a row of a later step",
     "external beside a state": "external tokens were granted, or crashed, with a state group",
     "drained": "everything finished once nothing came any more",
-    "copy reused": "a block lost its content while another one holds the same",
+    "copy reused": "a block lost its content while another one holds, or gets, the same",
     "forget refused": "forgetting everything was refused",
 }
 
@@ -153,22 +154,38 @@ def goals_of(before: State, action: Action, answer: Answer) -> list[str]:
 
 
 def _reuses_a_copy(before: State, action: Action, answer: Answer) -> bool:
-    """Does a block lose its content, or its key, that another one has as well?"""
-    lost: set[int] = set()
-    if isinstance(action, Forget):
-        lost = set(action.blocks or ())
-    elif isinstance(answer, Granted | Scheduled):
-        own = [(action.request, answer.tables)] if isinstance(action, Allocate) else answer.tables
-        held = {request.id: request.tables for request in before.requests}
-        old = {block for tables in held.values() for table in tables for block in table}
-        new = {block for _, tables in own for table in tables for block in table}
-        lost = (new - old) | {copy.destination for copy in answer.copies or ()}
-        lost |= set(answer.unissued) if isinstance(answer, Scheduled) else set()
+    """Does a block lose its content, or its key, that another one has as well, or gets?"""
+    lost = set(_lost(before, action, answer))
     pages = dict(before.promise.items())
+    wanted = {prefix for request in before.requests for prefix in request.content}
     return any(
-        page == pages[block] for block in lost & pages.keys() for other, page in pages.items()
+        page == pages[block] or wanted.issuperset(filter(None, pages[block][1]))
+        for block in lost & pages.keys()
+        for other, page in pages.items()
         if other != block
     )
+
+
+def _lost(before: State, action: Action, answer: Answer) -> Iterator[int]:
+    """Blocks that were handed out, not as hits, or forgotten."""
+    hits: dict[int, int] = {}  # tokens by request
+    if isinstance(action, Forget):
+        yield from action.blocks or ()
+    elif isinstance(answer, Granted) and isinstance(action, Allocate):
+        given = {action.request: answer.tables}
+        hits[action.request] = before.hit.tokens if before.hit else 0
+    elif isinstance(answer, Scheduled):
+        given = dict(answer.tables)
+        hits = {row.request: row.start - row.external for row in answer.rows if row.admitted}
+        hits |= {load.request: load.hit for load in answer.loads}
+        yield from answer.unissued
+    if isinstance(answer, Granted | Scheduled):
+        for request_id, tables in given.items():
+            old = before.find(request_id).tables
+            for group, entry, block in handed_out(old, tables):
+                if entry >= before.config.groups[group].blocks_for(hits.get(request_id, 0)):
+                    yield block
+        yield from (copy.destination for copy in answer.copies or ())
 
 
 def _own_goals_of(before: State, action: Action, answer: Answer) -> list[str]:

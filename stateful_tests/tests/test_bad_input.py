@@ -114,7 +114,7 @@ def assert_usage(outcome: Outcome, says: str) -> None:
         ("--groups sliding:4:0", "sliding:BLOCK_SIZE:WINDOW"),
         ("--groups full:4,", "full:BLOCK_SIZE"),
         ("--features sliding --groups full:4", "sliding"),
-        ("--groups full:2,sliding:4:8 --level exact:vllm-0.32", "block size"),
+        ("--groups full:8,chunked:4:8 --level exact:vllm-0.32", "other block sizes"),
         ("--blocks 1", "2 is the least"),
         ("--blocks 0", "2 is the least"),
         ("--blocks -4", "2 is the least"),

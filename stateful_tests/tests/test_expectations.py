@@ -163,7 +163,7 @@ def test_what_the_violating_answer_itself_reaches_counts_as_before(kept: Path) -
 
     known = known_i1(kept, after="two steps in flight")
     asked = replace(SMALL, features=frozenset({"full", "async"}))
-    made = Campaign(RefusesAndLoses(), Judging(), asked, Budget(actions=200), known=(known,))
+    made = Campaign(RefusesAndLoses(), Judging(), asked, Budget(actions=600), known=(known,))
     result = made.run()
     assert result.coverage.known["I1"] > 0
 

@@ -57,6 +57,14 @@ class RemoteTokens(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._states = [isinstance(group.kv_cache_spec, MambaSpec) for group in groups]
         self._manager: Any = None
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: what is not stored is computed again, as with a best-effort cache.
+
+        So vLLM delivers what a preempted request has sampled meanwhile, and does not drop it.
+        """
+        return False
+
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._manager = kv_cache_manager
 

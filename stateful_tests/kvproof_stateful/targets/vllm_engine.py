@@ -208,7 +208,7 @@ class VllmEngine:
             loads=tuple(self._loads(begun)),
             preempted=preempted,
             handed_out=tuple(output.new_block_ids_to_zero or ()),
-            copies=copies_of_a_step(output, [before, self.tables()]),
+            copies=copies_of_a_step(output, before, self.tables()),
         )
 
     def update(
@@ -369,19 +369,21 @@ class VllmEngine:
         )
 
 
-def copies_of_a_step(output: Any, tables: Sequence[Mapping[RequestId, Tables]]) -> tuple[Copy, ...]:
-    """The copies that the worker is told to make first.
+def copies_of_a_step(
+    output: Any, before: Mapping[RequestId, Tables], after: Mapping[RequestId, Tables]
+) -> tuple[Copy, ...]:
+    """The copies that the worker is told to make first, by what the tables are around the call.
 
-    VLLM does not say of which group: the one in whose `tables`, before or after, an end stands.
+    VLLM does not say of which group they are: of the one in which an end stands.  The source
+    may have been the tail of a request that was then preempted.
     """
     made = []
     for copy in output.kv_cache_block_copies or ():
-        ends = copy.dst_block_id, copy.src_block_id
+        places = (copy.dst_block_id, after), (copy.src_block_id, after), (copy.src_block_id, before)
         groups = [
             group
-            for end in ends
-            for shown in reversed(tables)
-            for of_request in shown.values()
+            for end, tables in places
+            for of_request in tables.values()
             for group, table in enumerate(of_request)
             if end in table
         ]
