@@ -135,11 +135,12 @@ class BlockPool:
         if hashed:
             self._free.append(hashed)
 
-    def take_copies(self) -> tuple[Copy, ...]:
-        """The copies made since the last call, those of a group together, no longer held."""
+    def take_copies(self, still_held: bool = False) -> tuple[Copy, ...]:
+        """The copies made since the last call, those of a group together, as a rule given back."""
         taken = sorted(self.copies, key=lambda made: made.group)
         self.copies = []
-        self.give_back([block for made in taken for block in made[1:]])
+        if not still_held:
+            self.give_back([block for made in taken for block in made[1:]])
         return tuple(taken)
 
     def cached_block(self, group_index: int, digest: bytes) -> int | None:

@@ -253,9 +253,18 @@ class KVCacheManager:
         """The copies that the next step has to make first, the last made last."""
         return tuple(self.block_pool.copies)
 
-    def take_block_copies(self) -> tuple[Copy, ...]:
-        """Hand the pending copies, group after group, to the next step; it holds their blocks."""
-        return self.block_pool.take_copies()
+    def take_block_copies(self, in_use_until: int | None = None) -> tuple[Copy, ...]:
+        """Hand the pending copies, group after group, to the next step.
+
+        They no longer hold their blocks, or with `in_use_until` do so until that step has
+        completed.
+        """
+        if in_use_until is None:
+            return self.block_pool.take_copies()
+        copies = self.block_pool.take_copies(still_held=True)
+        for copy in copies:
+            self._deferred.keep_copy((copy.source, copy.destination), in_use_until)
+        return copies
 
     def take_new_block_ids(self) -> tuple[int, ...]:
         """Blocks handed out since the last call, to be cleared; none where that is not done."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import NamedTuple, Self
 
@@ -37,12 +37,20 @@ class DeferredReturns:
     ) -> None:
         if not blocks:
             return
-        number, self._next = self._next, self._next + 1
-        self._kept[number] = Kept(blocks, step_id is None, not until_stored)
-        if step_id is not None:
-            self._stepping.append((step_id, number))
+        number = self._keep(Kept(blocks, step_id is None, not until_stored), step_id)
         if until_stored:
             self._storing.setdefault(request_id, []).append(number)
+
+    def _keep(self, kept: Kept, step_id: int | None) -> int:
+        number, self._next = self._next, self._next + 1
+        self._kept[number] = kept
+        if step_id is not None:
+            self._stepping.append((step_id, number))
+        return number
+
+    def keep_copy(self, ends: Sequence[int], step_id: int) -> None:
+        """Keep what a copy reads and writes until its step has completed."""
+        self._keep(Kept(list(ends), False, True), step_id)
 
     def step_completed(self, step_id: int) -> Iterator[list[int]]:
         """What comes back now; a later release waits for those before it, as in vLLM's queue."""

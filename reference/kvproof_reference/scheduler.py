@@ -75,7 +75,7 @@ class Manager(Protocol):
 
     def store_completed(self, request_id: int) -> None: ...
 
-    def take_block_copies(self) -> tuple[Copy, ...]: ...
+    def take_block_copies(self, in_use_until: int | None = None) -> tuple[Copy, ...]: ...
 
     def take_new_block_ids(self) -> tuple[int, ...]: ...
 
@@ -236,13 +236,19 @@ class Scheduler:
             finished=tuple(self._finished),
             withdrawn=tuple(step.withdrawn),
             loads=tuple(step.loads),
-            copies=self.manager.take_block_copies(),
+            copies=self._take_copies(),
             cleared=self.manager.take_new_block_ids(),
         )
         self._finished.clear()
         self._num_steps += 1
         self._issued(output)
         return output
+
+    def _take_copies(self) -> tuple[Copy, ...]:
+        """Where an unordered load could get their blocks, these come back with the step."""
+        return self.manager.take_block_copies(
+            self._num_steps if self.config.defers_returns else None
+        )
 
     def _extend_running(self, step: StepInTheMaking) -> bool:
         """More tokens for whoever runs; False if one of them waits for blocks."""

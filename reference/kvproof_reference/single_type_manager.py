@@ -302,7 +302,16 @@ class SingleTypeManager(ABC):
     def pop_blocks(self, request_id: int) -> list[int]:
         """Forget the request; its blocks in table order, still counted as held."""
         self.num_published.pop(request_id, None)
-        return self.tables.pop(request_id, [])
+        table = self.tables.pop(request_id, [])
+        if self.new_block_ids:
+            self.forget_new_blocks(table)
+        return table
+
+    def forget_new_blocks(self, blocks: Sequence[int]) -> None:
+        """Do not clear what is given back before its step: by then a load may have filled it."""
+        counts = self.pool.reference_counts
+        gone = {block for block in blocks if counts[block] == 1}
+        self.new_block_ids = [block for block in self.new_block_ids or () if block not in gone]
 
     def free(self, request_id: int) -> None:
         """Free the request's blocks, the last first: long prefixes are forgotten before short."""

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from kvproof_reference import KVCacheManager, Request
-from kvproof_reference.scheduler import NeverFits, Row, Scheduler, SchedulerOutput
-from kvproof_spec.config import Group, Scheduling
+from kvproof_reference.scheduler import NeverFits, Scheduler
+from kvproof_reference.steps import Row, SchedulerOutput
+from kvproof_spec.config import Config, Group, Scheduling
 
 BLOCK = 4
 TOKEN = 7
@@ -25,13 +26,15 @@ def scheduler_over(
 ) -> Scheduler:
     """`options` are those of `Scheduling`, and `defers_returns`."""
     defers_returns = options.pop("defers_returns", False)
-    manager = KVCacheManager(list(groups), usable_blocks + 1, max_model_len=128)
-    return Scheduler(
-        manager,
-        replace(Scheduling(whole_sequence_check=False), **options),
+    config = Config(
+        groups=tuple(groups),
+        num_blocks=usable_blocks + 1,
         max_model_len=128,
         defers_returns=defers_returns,
+        scheduling=replace(Scheduling(whole_sequence_check=False), **options),
     )
+    manager = KVCacheManager(config.groups, config.num_blocks, max_model_len=config.max_model_len)
+    return Scheduler(manager, config)
 
 
 def submit(
@@ -45,7 +48,7 @@ def submit(
 
 def returned(scheduler: Scheduler, output: SchedulerOutput, token: int = TOKEN) -> tuple[int, ...]:
     sampled = {row.request_id: token for row in output.rows if row.samples}
-    return scheduler.update_from_output(output, sampled)
+    return scheduler.update_from_output(output, sampled).finished
 
 
 def step(scheduler: Scheduler) -> SchedulerOutput:

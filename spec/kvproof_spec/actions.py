@@ -234,7 +234,7 @@ class Allocate:
             requests=state.having(granted),
             promise=promise.pages(),
             copies=(*state.copies, *answer.copies),
-            uncleared=(*state.uncleared, *self._to_clear(state, answer, ends, fresh)),
+            uncleared=self._to_clear(state, answer, ends, fresh),
             continued=_continued(state, [(granted, ends.local)], answer.copies),
             hit=None,
         )
@@ -245,16 +245,11 @@ class Allocate:
         """The pages handed out that a step must find zeroed: not those that a load fills."""
         if not state.config.clears:
             return ()
-        loaded = ends.total if self.external else 0
-        copied = [copy.destination for copy in answer.copies]
-        return tuple(
-            block
-            for group, index, block in fresh
-            if state.config.groups[group].kind != "state"
-            and index >= state.config.groups[group].blocks_for(loaded)
-            and not self.unordered
-            and block not in copied
-        )
+        loaded, groups = ends.total if self.external else 0, state.config.groups
+        kept = set(state.uncleared).difference(block for _, _, block in fresh)
+        zeroed = {block for group, i, block in fresh if groups[group].is_cleared(i, loaded)}
+        new = zeroed.difference(copy.destination for copy in answer.copies)
+        return tuple(sorted(kept if self.unordered else kept | new))
 
 
 def _continued(
@@ -301,6 +296,7 @@ class Issue:
             copies=(),
             uncleared=(),
             issued=state.issued + 1,
+            deferred=_deferred(state, answer),
             quiet=state.quiet + 1 if state.config.scheduling else 0,
             hit=None,
         )
@@ -440,7 +436,7 @@ def _sampled(
 
 
 def _deferred(state: State, answer: Answer) -> tuple[int, ...]:
-    shown = answer.deferred if isinstance(answer, Returned) else None
+    shown = answer.deferred if isinstance(answer, Returned | Issued) else None
     return state.deferred if shown is None else shown
 
 

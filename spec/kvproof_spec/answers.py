@@ -57,11 +57,13 @@ class Issued:
     """What the worker got with this step, as far as the target shows it.
 
     `copies` are made and the pages `cleared` are zeroed before the rows are computed.
+    `deferred` is what is kept back now: the ends of copies may be, until the step returns.
     """
 
     rows: tuple[SentRow, ...] | None = None
     copies: tuple[Copy, ...] | None = None
     cleared: tuple[int, ...] | None = None  # block ids
+    deferred: tuple[int, ...] | None = None  # block ids, one entry a reference
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,15 @@ class Group:
         """Table entries that `tokens` tokens span, nulls included."""
         return ceil_div(tokens, self.block_size)
 
+    def is_cleared(self, index: int, loaded: int) -> bool:
+        """Must the page of a new table entry be zeroed, `loaded` external tokens being brought?
+
+        A state is written as a whole, and what is brought fills its blocks.
+        """
+        if self.kind == "state":
+            return False
+        return not self.reused or index >= self.blocks_for(loaded)
+
     def first_needed(self, processed: int) -> int:
         """First position that a request with `processed` tokens still needs.
 
@@ -142,7 +151,8 @@ class Scheduling:
     `whole_sequence_check`: a request is admitted only if all its known tokens fit.
     Sampling `stop_token` ends a request, perhaps with its next step in flight.
     `patience`: steps after which every request must have finished, once no more arrive and
-    none is aborted (0: for ever).
+    none is aborted (0: for ever).  With a `connector` requests may have tokens elsewhere, or be
+    stored.
     """
 
     policy: Literal["fcfs", "priority"] = "fcfs"
@@ -153,6 +163,7 @@ class Scheduling:
     whole_sequence_check: bool = True
     stop_token: int | None = None
     patience: int = 0
+    connector: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,10 +38,11 @@ def used_by_operations(state: State) -> set[int]:
 
 
 def needed_in_flight(state: State) -> set[int]:
-    """Blocks that a step in flight reads or writes, at positions that it needs."""
+    """Blocks that a step in flight reads, writes, copies or clears, at positions that it needs."""
     needed: set[int] = set()
     groups = state.config.groups
     for step in state.steps:
+        needed.update(step.cleared)
         needed.update(block for copy in step.copies for block in (copy.source, copy.destination))
         for row in step.rows:
             read = needed_cells(groups, row.tables, row.start, row.end)

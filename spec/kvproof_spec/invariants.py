@@ -104,7 +104,8 @@ def _wrongly_stored(expected: Expected) -> Iterator[str]:
     for block, group, offset, content in store.cells if store else ():
         found = read_page(expected.before.memory, block, group, offset)
         if found is not content:
-            yield f"request {expected.action.request}'s store read {found} for {content} in {block}"
+            who = f"request {expected.action.request}'s store"
+            yield f"{who} read {found} for {content} in block {block}"
 
 
 def _wrong_reads(expected: Expected) -> Iterator[str]:
@@ -436,8 +437,8 @@ def what_fits_finishes(expected: Expected, observed: Observed) -> Iterator[str]:
     """R11: once nothing comes any more, what fits the empty pool finishes in so many steps."""
     scheduling, state = expected.config.scheduling, expected.after
     if scheduling and scheduling.patience and state.quiet > scheduling.patience:
-        if state.requests and not any(r.status == "loading" for r in state.requests):
-            left = [request.id for request in state.requests]
+        left = [request.id for request in state.requests if expected.fits(request)]
+        if left and not any(request.status == "loading" for request in state.requests):
             yield f"requests {left} are unfinished after {state.quiet} steps"
 
 

@@ -150,12 +150,15 @@ class Expected:
 
     @lazy
     def kept_from_nobody(self) -> list[int]:
-        """Blocks newly kept back that the request which left, if one did, has not held."""
+        """Blocks newly kept back that neither a request which left nor a copy has held."""
         if self.after.deferred == self.before.deferred:
             return []
         kept = Counter(self.after.deferred) - Counter(self.before.deferred)
         if isinstance(self.action, Release):
             kept -= Counter(block for table in self.request.tables for block in table)
+        if isinstance(self.action, Issue):
+            copies = self.after.steps[-1].copies
+            kept -= Counter(block for copy in copies for block in (copy.source, copy.destination))
         return sorted(kept)
 
     @lazy
@@ -216,6 +219,11 @@ class Expected:
         """(group, index, block) of each block that this call gave to the request."""
         return handed_out(self.tables_before, self.request_after.tables)
 
+    def fits(self, request: Request) -> bool:
+        """Has the empty pool room for all that is known of the request, and a token more?"""
+        needed = [group.blocks_for(request.known + 1) for group in self.groups if group.reused]
+        return sum(needed) < self.config.num_blocks
+
     @lazy
     def processed(self) -> int:
         """Tokens of the action's request whose steps have finished, external ones included."""
@@ -255,7 +263,7 @@ class Expected:
     def to_clear(self) -> set[int]:
         """Pages that were handed out for the step that is issued and must be zeroed for it."""
         rows = self.after.steps[-1].rows
-        needed = {block for row in rows for table in row.tables for block in table}
+        needed = {block for row in rows for table in self.tables(row) for block in table}
         return needed.intersection(self.before.uncleared)
 
     @lazy
@@ -427,8 +435,9 @@ def evidence_shown(expected: Expected, observed: Observed, scheduled: bool) -> l
     match observed.answer:
         case Hit(tokens=tokens) if tokens:
             shown.append("hit")
-        case Issued(rows=rows, copies=copies, cleared=cleared):
+        case Issued(rows=rows, copies=copies, cleared=cleared, deferred=deferred):
             parts: dict[Evidence, object] = {"rows": rows, "copied": copies, "cleared": cleared}
+            parts["kept"] = deferred
             shown += [name for name, part in parts.items() if part is not None]
         case Granted(new=new) if new is not None and expected.request.status == "running":
             shown.append("sent")

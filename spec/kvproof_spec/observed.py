@@ -53,13 +53,15 @@ def core_actions(state: State, action: Action, answer: Answer) -> Iterator[tuple
 def _scheduled(state: State, answer: Scheduled) -> Iterator[tuple[Action, Answer]]:
     after = dict(answer.tables)
     rows = {row.request: row for row in answer.rows}
+    kept = Counter(answer.deferred)
+    kept -= Counter(end for copy in answer.copies or () for end in (copy.source, copy.destination))
     for request_id in answer.preempted:
-        yield Release(request_id, "preempt"), Returned(answer.deferred)
+        yield Release(request_id, "preempt"), Returned(tuple(kept.elements()))
     for request in state.requests:
         stays = request.status == "running" and request.id not in {*answer.preempted, *rows}
         if stays and after.get(request.id, request.tables) != request.tables:
             yield Trim(request.id), Trimmed(after[request.id])
-    made = _copies_by_request(state, answer, after)
+    made = _copies_by_request(answer, after)
     for row in answer.rows:
         tables = _tables_of(after, row.request)
         _require_consistent(state, row, preempted=row.request in answer.preempted)
@@ -75,26 +77,26 @@ def _scheduled(state: State, answer: Scheduled) -> Iterator[tuple[Action, Answer
         unordered = Allocate(load.request, 0, external=load.external, unordered=True)
         yield unordered, Granted(tables)
     sent = tuple(SentRow(row.request, row.worker) for row in answer.rows)
-    yield Issue(), Issued(sent, answer.copies, answer.cleared)
+    yield Issue(), Issued(sent, answer.copies, answer.cleared, answer.deferred)
 
 
-def _copies_by_request(
-    state: State, answer: Scheduled, after: dict[int, Tables]
-) -> dict[int, tuple[Copy, ...]]:
+def _copies_by_request(answer: Scheduled, after: dict[int, Tables]) -> dict[int, tuple[Copy, ...]]:
     """Which row's admission or extension made each copy.
 
     Who takes a tail by copy gets the destination; who gives the cache one has the source.
+    What a request has left that was preempted in this call goes with the first row.
     """
     made: dict[int, tuple[Copy, ...]] = {}
+    rows = [row.request for row in answer.rows]
     for copy in answer.copies or ():
         holders = [
-            row.request
+            request_id
             for block in (copy.destination, copy.source)
-            for row in answer.rows
-            if block in _tables_of(after, row.request)[copy.group]
+            for request_id in rows
+            if block in _tables_of(after, request_id)[copy.group]
         ]
-        if holders:
-            made[holders[0]] = (*made.get(holders[0], ()), copy)
+        for holder in (*holders, *rows)[:1]:
+            made[holder] = (*made.get(holder, ()), copy)
     return made
 
 
@@ -149,33 +151,34 @@ def _updated(
     state: State, action: CompleteStep, answer: Updated
 ) -> Iterator[tuple[Action, Answer]]:
     """The step returns, then who ended leaves; what was kept back for it is given back first."""
-    kept = Counter(state.deferred) & Counter(answer.deferred)
-    newly = Counter(answer.deferred) - kept
-    numbers = None if answer.finished else answer.numbers
-    yield action, Returned(tuple(kept.elements()), answer.computed, numbers)
+    left, own = Counter(answer.deferred), {}
     for request_id in answer.finished:
         request = state.find(request_id)
-        stored, in_flight = request_id in answer.stored, _tokens_in_later_steps(state, request)
-        own = newly & Counter(block for table in request.tables for block in table)
-        if request_id == answer.finished[-1]:
-            own, numbers = newly, answer.numbers
-        elif not stored and not in_flight:
-            own = Counter()
-        kept, newly = kept + own, newly - own
-        if stored:
-            trimmed = _trimmed(state, request, request.computed - in_flight, own)
+        own[request_id] = Counter[int]()
+        if request_id in answer.stored or _tokens_in_later_steps(state, request):
+            held = Counter(block for table in request.tables for block in table)
+            own[request_id] = left & held
+            left -= own[request_id]
+    numbers = None if answer.finished else answer.numbers
+    yield action, Returned(tuple(left.elements()), answer.computed, numbers)
+    for request_id in answer.finished:
+        request, left = state.find(request_id), left + own[request_id]
+        if request_id in answer.stored:
+            trimmed = _trimmed(state, request, own[request_id])
             if trimmed != request.tables:
                 yield Trim(request_id), Trimmed(trimmed)
             yield Store(request_id), Done()
-        yield Release(request_id, "finish"), Returned(tuple(kept.elements()), numbers=numbers)
+        numbers = answer.numbers if request_id == answer.finished[-1] else None
+        yield Release(request_id, "finish"), Returned(tuple(left.elements()), numbers=numbers)
 
 
 def _tokens_in_later_steps(state: State, request: Request) -> int:
     return sum(row.tokens for step in state.steps[1:] for row in step.rows if row.of(request))
 
 
-def _trimmed(state: State, request: Request, processed: int, kept: Counter[int]) -> Tables:
+def _trimmed(state: State, request: Request, kept: Counter[int]) -> Tables:
     """The tables that a store is given: without what left the window, and is not `kept` for it."""
+    processed = request.computed - _tokens_in_later_steps(state, request)
     return tuple(
         tuple(
             NULL_BLOCK if entry < group.first_needed_block(processed) and not kept[block] else block

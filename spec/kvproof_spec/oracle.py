@@ -278,7 +278,7 @@ def tables_shown(answer: Answer) -> list[Tables]:
 def blocks_shown(answer: Answer) -> list[tuple[int, ...]]:
     """All other block ids that an answer carries."""
     blocks: list[tuple[int, ...]] = [(c.source, c.destination) for c in copies_shown(answer)]
-    if isinstance(answer, Returned | Scheduled | Updated):
+    if isinstance(answer, Issued | Returned | Scheduled | Updated):
         blocks.append(answer.deferred or ())
     if isinstance(answer, Issued | Scheduled):
         blocks.append(answer.cleared or ())

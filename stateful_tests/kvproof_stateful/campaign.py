@@ -222,7 +222,7 @@ class Campaign:
             hung = isinstance(broken, TargetTimedOut)
             self._broken(run, Plan(scope, tuple(ran.picks)), ran.reached, hung)
         finally:
-            coverage.evaluate(run.oracle.evaluated)
+            coverage.evaluate(run.oracle.evaluated, run.oracle.qualities)
 
     def _one_action(
         self, run: Run, scope: Scope, drawn: tuple[Choice, tuple[int, ...]], ran: Ran

@@ -14,6 +14,7 @@ from kvproof_spec.actions import (
     CompleteLoad,
     CompleteStep,
     CompleteStore,
+    Forget,
     Issue,
     Lookup,
     Release,
@@ -47,6 +48,7 @@ GOALS: dict[str, str] = {
     "row moved": "rejected drafts moved a row of a later step",
     "external beside a state": "external tokens were granted, or crashed, with a state group",
     "drained": "everything finished once nothing came any more",
+    "copy reused": "a block lost its content while another one holds the same",
     "forget refused": "forgetting everything was refused",
 }
 
@@ -63,7 +65,9 @@ class Coverage:
     total_refused: Counter[str] = field(default_factory=Counter)
     goals: Counter[str] = field(default_factory=Counter)
     evaluated: Counter[tuple[str, str]] = field(default_factory=Counter)  # (rule, evidence)
+    with_feature: Counter[str] = field(default_factory=Counter)  # runs
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)  # runs by two features
+    qualities: Counter[tuple[str, bool]] = field(default_factory=Counter)  # (id, it held)
     skipped: Counter[str] = field(default_factory=Counter)  # by reason
     known: Counter[str] = field(default_factory=Counter)  # expected violations, by rule
 
@@ -80,11 +84,19 @@ class Coverage:
 
     def begin(self, features: Iterable[str]) -> None:
         """A run with these features, sorted, begins."""
+        names = list(features)
         self.runs += 1
-        self.pairs.update(combinations(features, 2))
+        self.with_feature.update(names)
+        self.pairs.update(combinations(names, 2))
 
-    def evaluate(self, evaluated: dict[Any, int]) -> None:
+    def evaluate(self, evaluated: dict[Any, int], qualities: dict[tuple[str, bool], int]) -> None:
         self.evaluated.update(evaluated)
+        self.qualities.update(qualities)
+
+    def quality(self, identifier: str) -> tuple[int, int]:
+        """How often it held, of how often it was judged."""
+        held = self.qualities[identifier, True]
+        return held, held + self.qualities[identifier, False]
 
     def merge(self, other: Coverage) -> None:
         self.runs += other.runs
@@ -119,6 +131,11 @@ class Coverage:
                 rule: {e: count for (r, e), count in sorted(self.evaluated.items()) if r == rule}
                 for rule in sorted({rule for rule, _ in self.evaluated})
             },
+            "qualities": {
+                identifier: dict(zip(("held", "judged"), self.quality(identifier), strict=True))
+                for identifier in sorted({identifier for identifier, _ in self.qualities})
+            },
+            "runs_by_feature": dict(sorted(self.with_feature.items())),
             "runs_by_pair": {
                 f"{one} {other}": runs for (one, other), runs in sorted(self.pairs.items())
             },
@@ -129,6 +146,32 @@ class Coverage:
 
 def goals_of(before: State, action: Action, answer: Answer) -> list[str]:
     """The goals that this answer reaches."""
+    goals = _own_goals_of(before, action, answer)
+    if before.config.events and _reuses_a_copy(before, action, answer):
+        goals = [*goals, "copy reused"]
+    return goals
+
+
+def _reuses_a_copy(before: State, action: Action, answer: Answer) -> bool:
+    """Does a block lose its content, or its key, that another one has as well?"""
+    lost: set[int] = set()
+    if isinstance(action, Forget):
+        lost = set(action.blocks or ())
+    elif isinstance(answer, Granted | Scheduled):
+        own = [(action.request, answer.tables)] if isinstance(action, Allocate) else answer.tables
+        held = {request.id: request.tables for request in before.requests}
+        old = {block for tables in held.values() for table in tables for block in table}
+        new = {block for _, tables in own for table in tables for block in table}
+        lost = (new - old) | {copy.destination for copy in answer.copies or ()}
+        lost |= set(answer.unissued) if isinstance(answer, Scheduled) else set()
+    pages = dict(before.promise.items())
+    return any(
+        page == pages[block] for block in lost & pages.keys() for other, page in pages.items()
+        if other != block
+    )
+
+
+def _own_goals_of(before: State, action: Action, answer: Answer) -> list[str]:
     match action, answer:
         case Lookup(), Hit():
             return _goals_of_a_hit(before, answer.tokens)

@@ -133,13 +133,13 @@ def require_groups(
 ) -> None:
     """The kinds of the groups are those of the features, and the target has them."""
     kinds = frozenset[str](group.kind for group in groups)
-    named = (features or frozenset()) & {"full", "sliding"}
+    named = (features or frozenset()) & frozenset(GROUP_KINDS)
     if named and named != kinds:
         raise ImpossibleConfig(
             f"--groups has {', '.join(sorted(kinds))} groups, --features names "
             f"{', '.join(sorted(named))}"
         )
-    missing = sorted(kinds - hello.features)
+    missing = sorted(layout_of(groups) - hello.features)
     if missing:
         raise ImpossibleConfig(f"target {hello.name} has no {', '.join(missing)} groups")
 
@@ -153,6 +153,8 @@ def draw_scope(
     """A scope within what the target declares and the campaign asks for."""
     groups = asked.groups or rng.choice(possible_groups(hello, asked))
     features = draw_features(rng, hello, asked, groups)
+    if asked.strict:
+        features -= {"partial"}  # a copy's ends are given back when its step is issued
     unit = max(group.block_size for group in groups)
     max_requests = rng.randint(2, 5) if not hello.observed else rng.randint(4, 9)
     prompts = (draw_prompts or families_of_prompts)(rng, unit)
@@ -328,6 +330,7 @@ def with_scheduling(rng: Random, config: Config, features: frozenset[str]) -> Co
         whole_sequence_check=rng.random() < 0.1,
         stop_token=rng.choice((None, SAMPLES[0])),
         patience=PATIENCE,
+        connector=bool({"external", "store"} & features),
     )
     # An unordered load must get no block that a step in flight still writes.
     deferred = config.ordering == "strict" or {"async", "external"} <= features

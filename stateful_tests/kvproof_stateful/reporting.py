@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from rich.box import SIMPLE
+from rich.columns import Columns
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -18,6 +19,7 @@ from rich.table import Table
 from kvproof_spec.choices import FEATURES, KINDS
 from kvproof_spec.invariants import RULES
 from kvproof_spec.judgement import EVIDENCE
+from kvproof_spec.qualities import QUALITIES
 from kvproof_spec.trace import Line, Trace, Verdict
 from kvproof_stateful.campaign import Campaign, Found, Result
 from kvproof_stateful.coverage import GOALS, Coverage
@@ -97,8 +99,13 @@ def print_report(campaign: Campaign, *, as_json: bool) -> None:
     result = campaign.result
     for found in result.found:
         print_violation(console, campaign, found)
-    console.print(action_table(result.coverage))
+    tables = (action_table(result.coverage), feature_table(result.coverage))
+    console.print(Columns(tables, padding=(0, 4)))
     console.print(rule_table(campaign))
+    for quality in QUALITIES:
+        held, all_hits = result.coverage.quality(quality.id)
+        if all_hits:
+            console.print(f"{quality.id} {quality.sentence}: {held} of {all_hits} hits")
     console.print(goals_line(result.coverage))
     if result.coverage.skipped:
         for reason, times in result.coverage.skipped.items():
@@ -131,22 +138,29 @@ def print_violation(console: Console, campaign: Campaign, found: Found) -> None:
 
 
 def action_table(coverage: Coverage) -> Table:
-    """Choice by feature: how often done, and how often refused where that can be."""
-    features = [f for f in FEATURES if any(f == feature for _, feature in coverage.done)]
-    table = Table(title="actions, by feature of the run", title_justify="left", box=SIMPLE)
+    """How often each choice was done, and how often refused where that can be."""
+    table = Table(title="actions", title_justify="left", box=SIMPLE)
     table.add_column("action")
-    table.add_column("all", justify="right")
-    for feature in features:
-        table.add_column(feature, justify="right")
+    table.add_column("done", justify="right")
+    table.add_column("refused", justify="right")
     for kind in KINDS:
-        counts = (
-            (kind, coverage.total_done, coverage.done),
-            ("  refused", coverage.total_refused, coverage.refused),
-        )
-        for name, total, by_feature in counts:
-            if total[kind]:
-                cells = [short(by_feature[kind, feature]) for feature in features]
-                table.add_row(name, short(total[kind]), *cells)
+        done, refused = coverage.total_done[kind], coverage.total_refused[kind]
+        if done or refused:
+            table.add_row(kind, short(done), short(refused) if refused else "")
+    return table
+
+
+def feature_table(coverage: Coverage) -> Table:
+    """The runs and the actions with each feature; what there is by both is in the JSON report."""
+    table = Table(title="features", title_justify="left", box=SIMPLE)
+    table.add_column("feature")
+    table.add_column("runs", justify="right")
+    table.add_column("actions", justify="right")
+    both = coverage.done + coverage.refused
+    for feature in FEATURES:
+        if coverage.with_feature[feature]:
+            actions = sum(count for (_, name), count in both.items() if name == feature)
+            table.add_row(feature, short(coverage.with_feature[feature]), short(actions))
     return table
 
 

@@ -138,7 +138,7 @@ def test_a_clean_campaign_ends_with_0(kvproof: Kvproof) -> None:
     outcome = kvproof("campaign", "--actions", "2000", "--groups", "full:4,sliding:4:8")
     assert outcome.code == EXIT_CLEAN, outcome
     assert "NO VIOLATION  plain" in outcome.out
-    assert "13 of 17 rules evaluated" in outcome.out
+    assert "14 of 17 rules evaluated" in outcome.out
     assert not traces("kvproof-out")
 
 
@@ -369,6 +369,8 @@ def test_the_json_report_has_the_documented_keys(kvproof: Kvproof) -> None:
     assert set(report["coverage"]) == {
         *("runs", "lines", "actions", "by_feature", "goals", "evaluated", "skipped"),
         "known_violations",
+        "qualities",
+        "runs_by_feature",
         "runs_by_pair",
     }
     (found,) = report["violations"]

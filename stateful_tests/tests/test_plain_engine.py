@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -10,7 +9,8 @@ import pytest
 
 from kvproof_reference.coordinator import BlockIds
 from kvproof_reference.request import Request
-from kvproof_reference.scheduler import Row, Scheduler, SchedulerOutput, Tracked
+from kvproof_reference.scheduler import Scheduler, Tracked
+from kvproof_reference.steps import Row, SchedulerOutput
 from kvproof_spec.actions import Action, CompleteStep, Issue, Output, Submit
 from kvproof_spec.config import Config, Group, Scheduling
 from kvproof_spec.trace import Verdict
@@ -32,10 +32,15 @@ GOALS = (
 )
 
 
-@pytest.mark.parametrize("groups", [None, "full:4", "sliding:4:8"])
-def test_a_campaign_breaks_no_rule_and_reaches_what_a_scheduler_can(groups: str | None) -> None:
-    asked = Asked(parse_groups(groups) if groups else None)
-    result = Campaign(PlainEngineTarget(), Judging(), asked, Budget(actions=5000), seed=1).run()
+@pytest.mark.parametrize("groups", ["full:4", "sliding:4:8", "full:4,sliding:4:8"])
+def test_a_campaign_breaks_no_rule(groups: str) -> None:
+    asked = Asked(parse_groups(groups))
+    result = Campaign(PlainEngineTarget(), Judging(), asked, Budget(actions=3000)).run()
+    assert result.exit_code == 0, (result.found, result.failure, result.never_evaluated)
+
+
+def test_a_campaign_reaches_what_a_scheduler_can() -> None:
+    result = Campaign(PlainEngineTarget(), Judging(), Asked(), Budget(actions=8000), seed=1).run()
     assert result.exit_code == 0, (result.found, result.failure, result.never_evaluated)
     for goal in GOALS:
         assert result.coverage.goals[goal], f"{goal} was not reached"
@@ -85,8 +90,8 @@ class ResumesBeforeItsStaleOutput(Scheduler):
 class ReturnsAreNotDeferred(Scheduler):
     """Blocks of a request that leaves come back at once, its steps in flight or not."""
 
-    def _free(self, tracked: Tracked) -> None:
-        self.manager.free(tracked.request)
+    def _free(self, tracked: Tracked, stored: bool = False) -> None:
+        self.manager.free(tracked.request, until_stored=stored)
 
 
 class TokensAreFoundBeforeTheyAreComputed(Scheduler):
@@ -104,14 +109,9 @@ class NothingCountsAsInFlight(Scheduler):
         for row in output.rows:
             self.requests[row.request_id].request.num_in_flight_tokens = 0
 
-    def update_from_output(
-        self, output: SchedulerOutput, sampled: Mapping[int, int]
-    ) -> tuple[int, ...]:
-        for row in output.rows:
-            if row.request_id in self.requests:
-                request = self.requests[row.request_id].request
-                request.num_in_flight_tokens = row.num_scheduled_tokens
-        return super().update_from_output(output, sampled)
+    def _take(self, tracked: Tracked, row: Row, token: int | None) -> None:
+        tracked.request.num_in_flight_tokens = row.num_scheduled_tokens
+        super()._take(tracked, row, token)
 
 
 def target_with(scheduler: type[Scheduler]) -> PlainEngineTarget:
@@ -136,11 +136,15 @@ class Detected(Exception):
     """Ends a search."""
 
 
-class Search(Campaign):
-    """Ends with the first rule that is broken, and does not shrink."""
+def search(target: Target, wanted: str, strict: bool) -> None:
+    """A campaign until it breaks the rule; what breaks others on the way is passed over."""
 
-    def _keep(self, rule: str, run: Run, plan: Plan, hung: bool) -> None:
-        raise Detected(rule)
+    class Search(Campaign):
+        def _keep(self, rule: str, run: Run, plan: Plan, hung: bool) -> None:
+            if rule == wanted:
+                raise Detected
+
+    Search(target, Judging(), Asked(strict=strict), Budget(actions=30_000), seed=1).run()
 
 
 @pytest.mark.parametrize(
@@ -159,8 +163,8 @@ class Search(Campaign):
     ),
 )
 def test_a_broken_promise_falls_by_its_rule(target: Target, rule: str, strict: bool) -> None:
-    with pytest.raises(Detected, match=rule):
-        Search(target, Judging(), Asked(strict=strict), Budget(actions=30_000), seed=1).run()
+    with pytest.raises(Detected):
+        search(target, rule, strict)
 
 
 PRESSED = Config(

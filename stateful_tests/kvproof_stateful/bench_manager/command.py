@@ -104,11 +104,13 @@ def measure_all(make: tuple[Make, Make], options: argparse.Namespace, report: Re
         for name in names:
             if variant == BASE or name not in WITHOUT_VARIANTS:
                 measure_one(make, name, variant, size, options, report)
-    if options.workloads:
-        return
-    most = max(MOST_SCALED_POOL, round(max(POOLS) * min(options.scale, 1)))
-    pools = [pool for pool in POOLS if pool <= most] or [most]
-    for point in scaling(make, pools):
+    if not options.workloads:
+        measure_pools(make, size, report)
+
+
+def measure_pools(make: tuple[Make, Make], size: Size, report: Report) -> None:
+    most = max(MOST_SCALED_POOL, round(max(POOLS) * min(size.scale, 1)))
+    for point in scaling(make, [pool for pool in POOLS if pool <= most] or [most]):
         report.scaling.append(point)
         tell(f"pool of {point.num_blocks:,} blocks")
     for each, manager in zip(make, report.managers, strict=True):
@@ -128,14 +130,9 @@ def measure_one(
         report.left_out.append(f"workload e: {trace} is not there, name a trace with --trace")
         return
     workload = production(size, trace) if name == "e" else WORKLOADS[name](size)
-    try:
-        for rounds in with_heartbeat(measure(make, workload, variant)):
-            if rounds not in report.measured:
-                report.measured.append(rounds)
-    except NotThere as error:
-        reason = f"workloads with {variant.name}: {error}"
-        if reason not in report.left_out:
-            report.left_out.append(reason)
+    for rounds in with_heartbeat(measure(make, workload, variant)):
+        if rounds not in report.measured:
+            report.measured.append(rounds)
 
 
 def with_heartbeat(measured: Iterator[Rounds]) -> Iterator[Rounds]:

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import median, quantiles
 
-from kvproof_reference.scheduler import Scheduler, SchedulerOutput
+from kvproof_reference.scheduler import Scheduler
+from kvproof_reference.steps import SchedulerOutput
 from kvproof_stateful.bench_manager.timed import (
     BASE,
     BLOCK_SIZE,
     BUCKETS,
-    MAX_MODEL_LEN,
     Timed,
     Variant,
 )
-from kvproof_stateful.bench_manager.workloads import Arrival, Size, Workload, unique
+from kvproof_stateful.bench_manager.workloads import Arrival, Size, Workload, stretch, unique
 
 Make = Callable[[int, Variant], Timed]
 Spent = dict[str, tuple[float, int]]  # (nanoseconds, calls) by bucket
@@ -43,7 +43,7 @@ class Engine:
         self.timed = timed
         self.workload = workload
         self.arrivals = workload.arrivals()
-        self.scheduler = Scheduler(timed, workload.scheduling, max_model_len=MAX_MODEL_LEN)
+        self.scheduler = Scheduler(timed, workload.config)
         self.arrived = 0
         self.preempted = 0
         self.hit_tokens = 0
@@ -54,10 +54,9 @@ class Engine:
         self._let_in()
         if not self.scheduler.requests:
             return None
-        self.timed.new_step()
         output = self.scheduler.schedule()
         sampled = {row.request_id: self._token(row.request_id) for row in output.rows}
-        for request_id in self.scheduler.update_from_output(output, sampled):
+        for request_id in self.scheduler.update_from_output(output, sampled).finished:
             self.timed.forget(request_id)
         self.steps += 1
         self.preempted += len(output.preempted)
@@ -205,7 +204,7 @@ def pool_workload(num_blocks: int) -> Workload:
     def arrivals() -> Iterator[Arrival]:
         for request in range(filling):
             yield Arrival(unique(request, tokens), 1)
-        shared = list(range(tokens // 2))
+        shared = stretch(0, tokens // 2)
         for request in range(filling, filling + 8 * 40):
             yield Arrival([*shared, *unique(request, tokens // 2)], 2)
 

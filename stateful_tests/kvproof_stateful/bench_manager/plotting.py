@@ -28,26 +28,26 @@ def plot_ratios(report: Report, axes: Any) -> None:
     names = list(dict.fromkeys(rounds.workload.name for rounds in report.measured))
     width = 0.8 / max(len(report.variants), 1)
     for number, variant in enumerate(report.variants):
-        by_name = {rounds.workload.name: rounds.ratios(TOTAL) for rounds in report.of(variant)}
-        shown = [
-            (names.index(name), *quartiles(ratios)) for name, ratios in by_name.items() if ratios
-        ]
-        axes.bar(
-            [place + number * width for place, *_ in shown],
-            [middle for _, _, middle, _ in shown],
-            width,
-            yerr=[
-                [middle - lower for _, lower, middle, _ in shown],
-                [upper - middle for _, _, middle, upper in shown],
-            ],
-            capsize=3,
-            label=variant,
+        measured = [rounds for rounds in report.of(variant) if rounds.ratios(TOTAL)]
+        places = [names.index(rounds.workload.name) + number * width for rounds in measured]
+        plot_bars(
+            axes, places, [quartiles(rounds.ratios(TOTAL)) for rounds in measured], width, variant
         )
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(names))], names)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xlabel("workload")
     axes.set_ylabel(f"time of {theirs} / time of {ours}, total")
     axes.legend()
+
+
+def plot_bars(
+    axes: Any, places: list[float], bars: list[tuple[float, float, float]], width: float, label: str
+) -> None:
+    """A bar up to each median, with its quartiles as whiskers."""
+    below = [middle - lower for lower, middle, _ in bars]
+    above = [upper - middle for _, middle, upper in bars]
+    heights = [middle for _, middle, _ in bars]
+    axes.bar(places, heights, width, yerr=[below, above], capsize=3, label=label)
 
 
 def plot_scaling(report: Report, axes: Any) -> None:

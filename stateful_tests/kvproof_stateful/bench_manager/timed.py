@@ -9,10 +9,12 @@ from statistics import median
 from time import perf_counter_ns
 from typing import Any, ClassVar
 
+from kvproof_reference.block_pool import Copy
 from kvproof_reference.coordinator import BlockIds
 from kvproof_reference.kv_cache_manager import KVCacheManager
 from kvproof_reference.request import Request
 from kvproof_spec.config import Group
+from kvproof_spec.prefix import Inputs
 
 BUCKETS = ("lookup", "allocate", "decode", "free", "hashing", "events")
 """What is timed apart.  A decode allocates one token, all other allocations are `allocate`."""
@@ -22,7 +24,7 @@ MAX_MODEL_LEN = 1 << 18
 
 
 class NotThere(Exception):
-    """The manager has no such option yet; the message says which."""
+    """What was asked for cannot be measured; the message says why."""
 
 
 def clock_overhead() -> float:
@@ -89,7 +91,7 @@ class Timed(ABC):
 
     @abstractmethod
     def build(self, num_blocks: int, variant: Variant) -> Any:
-        """The manager; `NotThere` if it cannot do what the variant asks for."""
+        """The manager."""
 
     @abstractmethod
     def make_request(self, request_id: int, tokens: Sequence[int]) -> Request:
@@ -120,10 +122,13 @@ class Timed(ABC):
     def num_free_blocks(self) -> int:
         return int(self.manager.block_pool.get_num_free_blocks())
 
-    def new_step(self) -> None:
-        """A step begins: what the last one announced is taken."""
-        if hasattr(self.manager, "new_step_starts"):
-            self.manager.new_step_starts()
+    @property
+    def block_pool(self) -> Any:
+        return self.manager.block_pool
+
+    def new_step_starts(self) -> None:
+        """What the last step announced is taken."""
+        self.manager.new_step_starts()
         if self.variant.events:
             start = perf_counter_ns()
             self.manager.take_events()
@@ -154,7 +159,9 @@ class Timed(ABC):
         new_computed_blocks: Any = None,
         *,
         full_sequence_must_fit: bool = False,
+        **unused: int,
     ) -> BlockIds | None:
+        """`unused` are 0: no tokens come from elsewhere, and there is no encoder."""
         own = self._up_to_date(request)
         if new_computed_blocks is not None:
             start = perf_counter_ns()
@@ -165,8 +172,9 @@ class Timed(ABC):
                 new_computed_blocks,
                 full_sequence_must_fit=full_sequence_must_fit,
             )
+            table = None if granted is None else self.table(request.request_id)
             self.ledger.add("allocate", perf_counter_ns() - start)
-            return None if granted is None else ()
+            return None if granted is None else as_ids(table)
         start = perf_counter_ns()
         granted = self.manager.allocate_slots(own, num_new_tokens)
         new = None if granted is None else self.ids(granted)
@@ -175,26 +183,37 @@ class Timed(ABC):
         return None if granted is None else as_ids(new)
 
     def get_block_ids(self, request_id: int) -> BlockIds:
-        """All ids of an admitted request: part of its allocation."""
-        start = perf_counter_ns()
-        table = self.table(request_id)
-        self.ledger.spent["allocate"] += perf_counter_ns() - start
-        return as_ids(table)
+        """Of an admitted request they were timed with its allocation."""
+        return as_ids(self.table(request_id))
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         self.manager.cache_blocks(self._up_to_date(request), num_computed_tokens)
 
-    def free(self, request: Request, in_use_until: int | None = None) -> None:
-        if in_use_until is not None:
-            raise NotThere("deferred returns are not measured")
+    def free(
+        self, request: Request, in_use_until: int | None = None, until_stored: bool = False
+    ) -> None:
+        assert in_use_until is None
+        assert not until_stored
         own = self.own(request)
         start = perf_counter_ns()
         self.manager.free(own)
         self.ledger.add("free", perf_counter_ns() - start)
 
+    # One step is in flight, and there is neither a connector nor a page to copy or clear.
+
     def step_completed(self, step_id: int) -> None:
         """Nothing is deferred."""
         return
+
+    def store_completed(self, request_id: int) -> None:
+        """Nothing is stored."""
+        return
+
+    def take_block_copies(self, in_use_until: int | None = None) -> tuple[Copy, ...]:
+        return ()
+
+    def take_new_block_ids(self) -> tuple[int, ...]:
+        return ()
 
     def deferred_blocks(self) -> tuple[int, ...]:
         return ()
@@ -210,13 +229,12 @@ class TimedPlain(Timed):
     name = "plain"
 
     def build(self, num_blocks: int, variant: Variant) -> KVCacheManager:
-        options: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN}
-        if variant.events:
-            options["enable_kv_cache_events"] = True
-        try:
-            return KVCacheManager([Group("full", BLOCK_SIZE)], num_blocks, **options)
-        except TypeError as error:
-            raise NotThere(f"the plain manager has no events: {error}") from error
+        return KVCacheManager(
+            [Group("full", BLOCK_SIZE)],
+            num_blocks,
+            max_model_len=MAX_MODEL_LEN,
+            enable_kv_cache_events=variant.events,
+        )
 
     def make_request(self, request_id: int, tokens: Sequence[int]) -> Request:
         return make_request(request_id, tokens, self.variant)
@@ -249,13 +267,7 @@ def make_request(request_id: int, tokens: Sequence[int], variant: Variant) -> Re
     if not variant.extra_keys:
         return Request(request_id, tokens)
     adapter, tenant = extra_keys(request_id)
-    try:
-        from kvproof_spec.prefix import Inputs
-
-        options: Any = {"inputs": Inputs(lora=adapter, salt=tenant)}
-        return Request(request_id, tokens, **options)
-    except (ImportError, TypeError) as error:
-        raise NotThere(f"the plain manager's requests have no extra keys: {error}") from error
+    return Request(request_id, tokens, inputs=Inputs(lora=adapter, salt=tenant))
 
 
 def extra_keys(request_id: int) -> tuple[str, str]:

@@ -11,14 +11,15 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from kvproof_spec.config import Scheduling
-from kvproof_stateful.bench_manager.timed import BLOCK_SIZE
+from kvproof_spec.config import Config, Group, Scheduling
+from kvproof_stateful.bench_manager.timed import BLOCK_SIZE, MAX_MODEL_LEN
 
 TRACE = Path(__file__).resolve().parents[3] / "benchmarks" / "data" / "conversation.jsonl.gz"
 """In a checkout; a wheel has no data."""
 
 PIECE = 512  # tokens that one id of the trace stands for
-UNIQUE = 1 << 40  # tokens of this number and more stand in one request only
+VOCABULARY = 1 << 17
+FILLER = tuple(range(VOCABULARY))
 
 
 class Arrival(NamedTuple):
@@ -46,11 +47,16 @@ class Workload:
     max_num_batched_tokens: int = 8192
 
     @property
-    def scheduling(self) -> Scheduling:
-        return Scheduling(
-            max_num_seqs=self.in_system,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            whole_sequence_check=False,
+    def config(self) -> Config:
+        return Config(
+            groups=(Group("full", BLOCK_SIZE),),
+            num_blocks=self.num_blocks,
+            max_model_len=MAX_MODEL_LEN,
+            scheduling=Scheduling(
+                max_num_seqs=self.in_system,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                whole_sequence_check=False,
+            ),
         )
 
 
@@ -69,14 +75,21 @@ class Size:
         return scaled if self.requests is None else max(1, min(scaled, self.requests))
 
 
-def unique(request: int, count: int) -> range:
-    """Tokens that no other request has."""
-    return range(UNIQUE + request * (1 << 20), UNIQUE + request * (1 << 20) + count)
+def stretch(number: int, count: int) -> Sequence[int]:
+    """`count` token ids that are another prefix for each number."""
+    start = number * 977 % (VOCABULARY // 2)
+    name = (number % VOCABULARY, number // VOCABULARY)
+    return (*name, *FILLER[start : start + count - 2])[:count]
+
+
+def unique(request: int, count: int) -> Sequence[int]:
+    """Tokens that no other request begins with, nor a stretch of a smaller number."""
+    return stretch((1 << 30) + request, count)
 
 
 def long_prefix(size: Size) -> Workload:
     together = size.of(64)
-    shared, own = range(28 * 1024), 4 * 1024
+    shared, own = stretch(0, 28 * 1024), 4 * 1024
 
     def arrivals() -> Iterator[Arrival]:
         for request in range(size.requests_of(640)):
@@ -101,8 +114,7 @@ def chat(size: Size) -> Workload:
     def arrivals() -> Iterator[Arrival]:
         rng = Random("chat")
         for request in range(size.requests_of(2000)):
-            system = rng.randrange(8)
-            prompt = range(system * 1000, system * 1000 + PIECE)
+            prompt = stretch(rng.randrange(8), PIECE)
             yield Arrival([*prompt, *unique(request, rng.randint(32, 512))], 64)
 
     return Workload(
@@ -122,12 +134,13 @@ def decode(size: Size) -> Workload:
 
     def arrivals() -> Iterator[Arrival]:
         for request in range(together):
-            yield Arrival(unique(request, 500), steps)
+            # Not all blocks of the batch get full in the same step.
+            yield Arrival(unique(request, 500 + request % BLOCK_SIZE), steps)
 
     return Workload(
         "c",
         "decode only, 256 running",
-        num_blocks=1 + together * (500 + steps + BLOCK_SIZE) // BLOCK_SIZE,
+        num_blocks=1 + together * (500 + steps + 2 * BLOCK_SIZE) // BLOCK_SIZE,
         in_system=together,
         arrivals=arrivals,
         warm_up=20,
@@ -137,10 +150,11 @@ def decode(size: Size) -> Workload:
 
 
 def storm(size: Size) -> Workload:
-    together = 8
+    count = size.requests_of(2400)
+    together = min(8, max(1, count // 5))
 
     def arrivals() -> Iterator[Arrival]:
-        for request in range(size.requests_of(2400)):
+        for request in range(count):
             yield Arrival(unique(request, 1024), 1)
 
     return Workload(
@@ -187,6 +201,7 @@ def read_trace(path: Path) -> Iterator[Arrival]:
             num_input, num_output, runs = json.loads(line)
             tokens: list[int] = []
             for first, count in runs:
-                tokens += range(first * PIECE, (first + count) * PIECE)
+                for piece in range(first, first + count):
+                    tokens += stretch(piece, PIECE)
             whole = num_input - num_input % PIECE
             yield Arrival([*tokens[:whole], *unique(request, num_input - whole)], num_output)

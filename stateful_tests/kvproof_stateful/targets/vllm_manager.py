@@ -15,7 +15,17 @@ import warnings
 from typing import Any
 
 from kvproof_spec.actions import Allocate
-from kvproof_spec.answers import Answer, Forgotten, Granted, Hit, Issued, Raised, Refused, Snapshot
+from kvproof_spec.answers import (
+    Answer,
+    Event,
+    Forgotten,
+    Granted,
+    Hit,
+    Issued,
+    Raised,
+    Refused,
+    Snapshot,
+)
 from kvproof_spec.choices import FEATURES
 from kvproof_spec.config import Config, Group
 from kvproof_spec.pages import NULL_BLOCK, Copy, Tables
@@ -28,6 +38,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torch
     import vllm
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams
@@ -69,6 +80,7 @@ def features() -> frozenset[str]:
         "partial": hasattr(manager, "take_kv_cache_block_copies"),
         "drafter": "is_eagle_group" in fields_of(KVCacheGroupSpec),
         "clear": hasattr(manager, "take_new_block_ids"),
+        "events": "group_idx" in BlockRemoved.__struct_fields__,
     }
     missing = {feature for feature, there in optional.items() if not there}
     return frozenset(FEATURES) - {"worker", "store", "abort-loading"} - missing
@@ -176,6 +188,7 @@ class VllmManagerTarget(DrivenTarget):
             enable_caching=config.caching,
             use_eagle=any(group.drafter for group in config.groups),
             log_stats=False,
+            enable_kv_cache_events=config.events,
             hash_block_size=config.hash_block,
             scheduler_block_size=math.lcm(*(group.block_size for group in config.groups)),
             max_num_batched_tokens=config.max_in_flight_tokens,
@@ -348,7 +361,36 @@ class VllmManagerTarget(DrivenTarget):
                     for key, copies in getattr(index, "_cache", index).items()
                 )
             ),
+            findable=shown_findable(index) if self.config.events else None,
+            events=tuple(map(shown_event, self.manager.take_events() or ())),
         )
+
+
+def shown_findable(index: Any) -> tuple[tuple[int, str], ...]:
+    """Group and name of each key that a lookup finds."""
+    announced = kv_cache_utils.maybe_convert_block_hash
+    return tuple(
+        (int.from_bytes(key[-4:], "big"), external_name(announced(key[:-4])))
+        for key in getattr(index, "_cache", index)
+    )
+
+
+def shown_event(event: Any) -> Event:
+    if isinstance(event, AllBlocksCleared):
+        return Event("cleared")
+    names = tuple(map(external_name, event.block_hashes))
+    if isinstance(event, BlockRemoved):
+        return Event("removed", event.group_idx, names)
+    assert isinstance(event, BlockStored)
+    parent = event.parent_block_hash
+    return Event(
+        "stored", event.group_idx, names, None if parent is None else external_name(parent)
+    )
+
+
+def external_name(digest: Any) -> str:
+    """The name of a key as vLLM announces it: bytes, or by default a number made of them."""
+    return digest.hex() if isinstance(digest, bytes) else f"{digest:016x}"
 
 
 def walk_free_queue(queue: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
