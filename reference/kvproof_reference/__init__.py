@@ -4,7 +4,7 @@ from kvproof_reference.block_pool import NULL_BLOCK, BlockPool, Copy
 from kvproof_reference.coordinator import BlockIds
 from kvproof_reference.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kvproof_reference.kv_cache_manager import KVCacheManager
-from kvproof_reference.request import Request, hash_block
+from kvproof_reference.request import Request
 from kvproof_reference.worker import Worker
 
 __all__ = [
@@ -19,5 +19,4 @@ __all__ = [
     "KVCacheManager",
     "Request",
     "Worker",
-    "hash_block",
 ]

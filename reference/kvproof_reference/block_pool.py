@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import NamedTuple, Self
@@ -12,6 +13,7 @@ from kvproof_spec.pages import normal_blocks
 
 NULL_BLOCK = 0
 
+Copies = int | dict[int, None]  # the only block of a key, or several, the oldest first
 Key = tuple[int, bytes]  # group index, digest of the prefix that ends with the block
 
 
@@ -32,14 +34,15 @@ class BlockPool:
 
     __slots__ = (
         "_counts",
+        "_digests",
         "_free",
         "_free_order",
+        "_group",
+        "_index",
         "_key_length",
         "copies",
         "enable_caching",
         "events",
-        "index",
-        "keys",
         "reference_counts",
     )
 
@@ -50,9 +53,10 @@ class BlockPool:
         self.copies: list[Copy] = []  # made and not yet taken
         self.events: list[KVCacheEvent] | None = [] if enable_kv_cache_events else None
         self.reference_counts = [0] * num_blocks  # indexed by block id
-        self.index: dict[Key, dict[int, None]] = {}  # copies of a key, oldest first
-        self.keys: dict[int, tuple[Key, ...]] = {}  # only blocks that have one
-        self._key_length: dict[int, int] = {}  # of the block's first key
+        self._index: defaultdict[int, dict[bytes, Copies]] = defaultdict(dict)  # by group
+        self._digests: dict[int, tuple[bytes, ...]] = {}  # of blocks that have a key
+        self._group = [0] * num_blocks  # whose keys these are
+        self._key_length = [0] * num_blocks  # of the first key, where a block has one
         self._free = FreeOrder(normal_blocks(num_blocks))
         self._free_order: tuple[int, ...] | None = None  # None after every change
         self._counts: tuple[int, ...] | None = None  # likewise
@@ -81,10 +85,11 @@ class BlockPool:
         if num_blocks > len(free):
             raise ValueError(f"{num_blocks} blocks wanted, {len(free)} are free")
         self._free_order = self._counts = None
-        blocks = [free.pop() for _ in range(num_blocks)]
+        blocks = free.pop(num_blocks)
         self.evict(blocks)
+        counts = self.reference_counts
         for block in blocks:
-            self.reference_counts[block] += 1
+            counts[block] += 1
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
@@ -92,12 +97,13 @@ class BlockPool:
         counts = self.reference_counts
         self._counts = None
         for block in blocks:
-            if block == NULL_BLOCK:
-                continue
-            if counts[block] == 0:
+            count = counts[block]
+            if count == 0:
+                if block == NULL_BLOCK:
+                    continue
                 self._free_order = None
                 self._free.remove(block)
-            counts[block] += 1
+            counts[block] = count + 1
 
     def free_blocks(self, blocks: Iterable[int]) -> None:
         """One reference less to each block of this batch, which names a block only once.
@@ -119,7 +125,7 @@ class BlockPool:
 
     def give_back(self, blocks: Iterable[int]) -> None:
         """Free a batch that may have several references to one block."""
-        counts, keys = self.reference_counts, self.keys
+        counts, keys = self.reference_counts, self._digests
         unhashed: list[int] = []
         hashed: list[int] = []
         for block in blocks:
@@ -145,8 +151,8 @@ class BlockPool:
 
     def cached_block(self, group_index: int, digest: bytes) -> int | None:
         """The oldest copy of this prefix, if there is one."""
-        copies = self.index.get((group_index, digest))
-        return next(iter(copies)) if copies else None
+        copies = self._index[group_index].get(digest)
+        return next(iter(copies)) if isinstance(copies, dict) else copies
 
     def cache_block(self, group_index: int, digest: bytes, block: int, length: int) -> bool:
         """Make `block` findable as the end of the prefix of `length` hash blocks.
@@ -154,48 +160,106 @@ class BlockPool:
         A block whose first key is of a shorter prefix loses its old keys.  False if
         it had this key already.
         """
-        key = (group_index, digest)
-        if not self.enable_caching or block in self.index.get(key, ()):
+        digests = self._digests.get(block, ())
+        if not self.enable_caching or digest in digests:
             return False
-        if self._key_length.get(block, length) < length:
+        if digests and self._key_length[block] < length:
             self.forget_keys(block)
-        self.index.setdefault(key, {})[block] = None
-        self.keys[block] = (*self.keys.get(block, ()), key)
-        self._key_length.setdefault(block, length)
+            digests = ()
+        if not digests:
+            self._key_length[block] = length
+            self._group[block] = group_index
+        self._digests[block] = (*digests, digest)
+        self._add_copy(group_index, digest, block)
         return True
+
+    def cache_blocks(
+        self, group_index: int, digests: Sequence[bytes], blocks: Sequence[int], lengths: range
+    ) -> None:
+        """`cache_block` for each of `blocks`; here without a call for those without a key."""
+        index, of_block = self._index[group_index], self._digests
+        key_length, group = self._key_length, self._group
+        for digest, block, length in zip(digests, blocks, lengths, strict=True):
+            if block in of_block:
+                self.cache_block(group_index, digest, block, length)
+                continue
+            if digest in index:
+                self._add_copy(group_index, digest, block)
+            else:
+                index[digest] = block
+            of_block[block] = (digest,)
+            key_length[block] = length
+            group[block] = group_index
+
+    def _add_copy(self, group_index: int, digest: bytes, block: int) -> None:
+        copies = self._index[group_index].setdefault(digest, block)
+        if isinstance(copies, dict):
+            copies[block] = None
+        elif copies != block:
+            self._index[group_index][digest] = {copies: None, block: None}
+
+    def _remove_copy(self, group_index: int, digest: bytes, block: int) -> bool:
+        """Whether that was the last one."""
+        index = self._index[group_index]
+        copies = index[digest]
+        if isinstance(copies, dict):
+            del copies[block]
+            if len(copies) == 1:
+                (index[digest],) = copies
+            return False
+        del index[digest]
+        return True
+
+    @property
+    def index(self) -> dict[Key, tuple[int, ...]]:
+        """Copies of each key, the oldest first.  For observers: it walks all keys."""
+        return {
+            (group, digest): tuple(copies) if isinstance(copies, dict) else (copies,)
+            for group, index in self._index.items()
+            for digest, copies in index.items()
+        }
+
+    @property
+    def keys(self) -> dict[int, tuple[Key, ...]]:
+        """Keys of each block that has one, the first one first.  For observers, likewise."""
+        return {
+            block: tuple((self._group[block], digest) for digest in digests)
+            for block, digests in self._digests.items()
+        }
 
     def first_key(self, block: int) -> Key | None:
         """The key that a block got when it had none."""
-        keys = self.keys.get(block)
-        return keys[0] if keys else None
+        digests = self._digests.get(block)
+        return (self._group[block], digests[0]) if digests else None
 
     def move_keys(self, source: int, destination: int) -> None:
         """`destination`, which has no key, answers for `source` from now on."""
-        if source not in self.keys:
+        if source not in self._digests:
             return
-        for key in self.keys[source]:
-            copies = self.index[key]
-            del copies[source]
-            copies[destination] = None
-        self.keys[destination] = self.keys.pop(source)
-        self._key_length[destination] = self._key_length.pop(source)
+        group = self._group[source]
+        for digest in self._digests[source]:
+            self._remove_copy(group, digest, source)
+            self._add_copy(group, digest, destination)
+        self._digests[destination] = self._digests.pop(source)
+        self._key_length[destination] = self._key_length[source]
+        self._group[destination] = group
 
     def evict(self, blocks: Iterable[int]) -> None:
         """Forget the keys of `blocks`; who holds them, and the free order, stay as they are."""
+        pop_digests, group, events = self._digests.pop, self._group, self.events
         for block in blocks:
-            if block in self.keys:
-                self.forget_keys(block)
+            for digest in pop_digests(block, ()):
+                index = self._index[group[block]]
+                if index[digest] == block:
+                    del index[digest]
+                elif not self._remove_copy(group[block], digest, block):
+                    continue
+                if events is not None:
+                    self.announce_removed(events, (group[block], digest))
 
     def forget_keys(self, block: int) -> None:
         """Nothing finds `block` any more; a key goes with the last block that answers for it."""
-        del self._key_length[block]
-        for key in self.keys.pop(block):
-            copies = self.index[key]
-            del copies[block]
-            if not copies:
-                del self.index[key]
-                if self.events is not None:
-                    self.announce_removed(self.events, key)
+        self.evict((block,))
 
     def announce_removed(self, events: list[KVCacheEvent], key: Key) -> None:
         """Said once for each key; vLLM 0.32 says it for each block that had it (#55092)."""
@@ -211,9 +275,8 @@ class BlockPool:
         """Forget every key, unless a block is held."""
         if len(self._free) != len(self.reference_counts) - 1:
             return False
-        self.index.clear()
-        self.keys.clear()
-        self._key_length.clear()
+        self._index.clear()
+        self._digests.clear()
         if self.events is not None:
             self.events.append(AllBlocksCleared())
         return True
@@ -221,8 +284,14 @@ class BlockPool:
     def clone(self) -> Self:
         twin = copy(self)
         twin.reference_counts = self.reference_counts.copy()
-        twin.index = {key: copies.copy() for key, copies in self.index.items()}
-        twin.keys = self.keys.copy()
+        twin._index = defaultdict(dict)
+        for group, index in self._index.items():
+            twin._index[group] = {
+                digest: copies.copy() if isinstance(copies, dict) else copies
+                for digest, copies in index.items()
+            }
+        twin._digests = self._digests.copy()
+        twin._group = self._group.copy()
         twin._key_length = self._key_length.copy()
         twin._free = self._free.clone()
         twin.copies = self.copies.copy()

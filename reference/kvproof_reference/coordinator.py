@@ -9,7 +9,7 @@ from typing import Self
 
 from kvproof_reference.block_pool import NULL_BLOCK, BlockPool
 from kvproof_reference.layout import Layout
-from kvproof_reference.request import HashBlock, KeyInputs, Request, all_inputs
+from kvproof_reference.request import KeyInputs, KeyOf, Request, all_inputs
 from kvproof_reference.single_type_manager import Extent, SingleTypeManager
 from kvproof_spec.config import Kind, ceil_div
 
@@ -19,14 +19,14 @@ BlockIds = tuple[tuple[int, ...], ...]  # indexed by group, then by position in 
 class Coordinator(ABC):
     """Carries each question and each change to every group."""
 
-    __slots__ = ("hash_block", "hash_block_size", "key_inputs", "layout", "managers", "pool")
+    __slots__ = ("hash_block_size", "key_inputs", "key_of", "layout", "managers", "pool")
 
     def __init__(
         self,
         layout: Layout,
         pool: BlockPool,
         manager_classes: Mapping[Kind, type[SingleTypeManager]],
-        hash_block: HashBlock,
+        key_of: KeyOf,
         key_inputs: KeyInputs = all_inputs,
         clears: bool = False,
     ) -> None:
@@ -36,7 +36,7 @@ class Coordinator(ABC):
             manager_classes[group.kind](layout, index, pool, clears)
             for index, group in enumerate(layout.groups)
         )
-        self.hash_block = hash_block
+        self.key_of = key_of
         self.key_inputs = key_inputs
         self.hash_block_size = layout.hash_block_size
 
@@ -44,7 +44,7 @@ class Coordinator(ABC):
         return tuple(tuple(manager.table(request_id)) for manager in self.managers)
 
     def block_hashes(self, request: Request) -> list[bytes]:
-        return request.block_hashes(self.hash_block_size, self.hash_block, self.key_inputs)
+        return request.block_hashes(self.hash_block_size, self.key_of, self.key_inputs)
 
     @abstractmethod
     def find_longest_hit(self, request: Request, max_tokens: int) -> tuple[BlockIds, int]:
@@ -114,6 +114,10 @@ class Coordinator(ABC):
             tuple(manager.allocate_new(request_id, extent[manager.follows]))
             for manager in self.managers
         )
+
+    def idle_until(self, request_id: int) -> int:
+        """Up to so many tokens an allocation for a running request has nothing to do."""
+        return min([manager.idle_until(request_id) for manager in self.managers])
 
     def publishable_tokens(self, manager: SingleTypeManager, num_tokens: int) -> int:
         """The part of the first `num_tokens` tokens that a hit can need in a group."""
@@ -201,11 +205,11 @@ class HybridCoordinator(Coordinator):
         layout: Layout,
         pool: BlockPool,
         manager_classes: Mapping[Kind, type[SingleTypeManager]],
-        hash_block: HashBlock,
+        key_of: KeyOf,
         key_inputs: KeyInputs = all_inputs,
         clears: bool = False,
     ) -> None:
-        super().__init__(layout, pool, manager_classes, hash_block, key_inputs, clears)
+        super().__init__(layout, pool, manager_classes, key_of, key_inputs, clears)
         self.common_block_size = layout.common_block_size
         self.partial_hits = layout.partial_hits
         families = dict.fromkeys(layout.alike(index) for index in range(len(layout.groups)))

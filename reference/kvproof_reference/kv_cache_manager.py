@@ -24,7 +24,7 @@ from kvproof_reference.coordinator import (
 )
 from kvproof_reference.events import KVCacheEvent
 from kvproof_reference.layout import Layout
-from kvproof_reference.request import Request, hash_block
+from kvproof_reference.request import Request, whole_digest
 from kvproof_reference.returns import DeferredReturns
 from kvproof_reference.single_type_manager import (
     ChunkedLocalAttentionManager,
@@ -54,7 +54,14 @@ class KVCacheManager:
         "cross": CrossAttentionManager,
     }
 
-    __slots__ = ("_deferred", "_no_hits", "block_pool", "coordinator", "max_model_len")
+    __slots__ = (
+        "_deferred",
+        "_idle_until",
+        "_no_hits",
+        "block_pool",
+        "coordinator",
+        "max_model_len",
+    )
 
     def __init__(
         self,
@@ -76,13 +83,14 @@ class KVCacheManager:
             layout,
             self.block_pool,
             self.manager_classes,
-            self.hash_block,
+            self.key_of,
             self.key_inputs,
             clears,
         )
         self.max_model_len = max_model_len
         self._no_hits: BlockIds = ((),) * len(groups)
         self._deferred = DeferredReturns()
+        self._idle_until: dict[int, int] = {}  # tokens, by running request
 
     @staticmethod
     def coordinator_class(layout: Layout, enable_caching: bool) -> type[Coordinator]:
@@ -91,9 +99,7 @@ class KVCacheManager:
         is_simple = len(layout.groups) == 1 and not layout.partial_hits
         return SingleGroupCoordinator if is_simple else HybridCoordinator
 
-    @staticmethod
-    def hash_block(parent: bytes, tokens: Sequence[int]) -> bytes:
-        return hash_block(parent, tokens)
+    key_of = staticmethod(whole_digest)
 
     @staticmethod
     def key_inputs(inputs: Inputs) -> Inputs:
@@ -137,6 +143,10 @@ class KVCacheManager:
         if num_new_tokens + num_new_computed_tokens + num_external_computed_tokens == 0:
             raise ValueError(f"request {request.request_id}: no tokens to allocate for")
         request_id = request.request_id
+        if new_computed_blocks is None and not (num_external_computed_tokens or reserved_blocks):
+            end = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
+            if end <= self._idle_until.get(request_id, 0):
+                return self._no_hits
         hits = self._no_hits if new_computed_blocks is None else new_computed_blocks
         local = request.num_computed_tokens + num_new_computed_tokens
         uncapped = local + num_external_computed_tokens
@@ -161,6 +171,7 @@ class KVCacheManager:
         new_blocks = self.coordinator.allocate_new(request_id, extent)
         if not delay_cache_blocks:
             self.cache_blocks(request, self.certain_tokens(request, computed + num_new_tokens))
+        self._idle_until[request_id] = self.coordinator.idle_until(request_id)
         return new_blocks
 
     def restart_tokens(self, request: Request, num_computed_tokens: int, num_external: int) -> int:
@@ -221,6 +232,7 @@ class KVCacheManager:
         With `in_use_until` its blocks stay referenced until that step has completed, with
         `until_stored` also until its store has.
         """
+        self._idle_until.pop(request.request_id, None)
         if in_use_until is None and not until_stored:
             self.coordinator.free(request.request_id)
         else:
@@ -292,4 +304,5 @@ class KVCacheManager:
         twin.coordinator = self.coordinator.clone()
         twin.block_pool = twin.coordinator.pool
         twin._deferred = self._deferred.clone()
+        twin._idle_until = self._idle_until.copy()
         return twin

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from hashlib import blake2b, sha256
-from struct import pack
-from typing import NamedTuple, Self
+from struct import iter_unpack
+from typing import Any, NamedTuple, Self
 
 from kvproof_spec.prefix import TOKENS_ONLY, Inputs
 
-HashBlock = Callable[[bytes, Sequence[int]], bytes]
+KeyOf = Callable[[bytes], bytes]
 KeyInputs = Callable[[Inputs], Inputs]
 Special = tuple[str | None, int]  # item and offset inside it, or None and a prompt embedding
 
 ROOT_DIGEST = bytes(32)
 
 
-def hash_block(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Digest of the prefix that ends with `tokens`, `parent` being that of what precedes them."""
-    return sha256(parent + pack(f"<{len(tokens)}q", *tokens)).digest()
+TOKEN_BYTES = 4
+
+
+def whole_digest(digest: bytes) -> bytes:
+    """What names a prefix: its digest, uncut."""
+    return digest
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """What is hashed of token ids: `TOKEN_BYTES` each."""
+    return array("I", tokens).tobytes()
 
 
 def hash_root(inputs: Inputs) -> bytes:
@@ -40,7 +49,7 @@ def hash_special(
 
 
 def hash_text(value: tuple[object, ...], use: bytes) -> bytes:
-    """Digest of strings, bytes and numbers: no two uses, and no `hash_block`, share one."""
+    """Digest of strings, bytes and numbers: no two uses, and no chain, share one."""
     return blake2b(ascii(value).encode(), digest_size=len(ROOT_DIGEST), person=use).digest()
 
 
@@ -98,6 +107,7 @@ class Request:
     """
 
     __slots__ = (
+        "_chain",
         "_digests",
         "_keyed",
         "inputs",
@@ -124,7 +134,8 @@ class Request:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self._digests: list[bytes] = []
-        self._keyed = NOTHING_KEYED if inputs is TOKENS_ONLY else None
+        self._chain: Any = None  # sha256 of all that has a digest
+        self._keyed = NOTHING_KEYED
 
     @property
     def num_tokens(self) -> int:
@@ -136,34 +147,51 @@ class Request:
     def block_hashes(
         self,
         block_size: int,
-        hash_block: HashBlock = hash_block,
+        key_of: KeyOf = whole_digest,
         key_inputs: KeyInputs = all_inputs,
     ) -> list[bytes]:
-        """Digests of the full blocks of `block_size` tokens, each chained to the one before.
+        """Digests of the prefixes that end with full blocks of `block_size` tokens.
 
-        `key_inputs` picks what of the inputs enters them.  The chain is kept and
-        extended, so one request goes with one block size and one way of hashing.
+        `key_inputs` picks what of the inputs enters them; `key_of` may shorten a digest.
+        One hash runs over all tokens and goes on where it was, so one request goes with one
+        block size and one way of hashing.
         """
         digests = self._digests
-        end = (len(digests) + 1) * block_size
-        if end > len(self.tokens):
+        start = len(digests) * block_size
+        if start + block_size > len(self.tokens):
             return digests
-        if self._keyed is None:
+        if self._chain is None:
             inputs = key_inputs(self.inputs)
             embeddable = self.num_prompt_tokens if inputs.embeds else None
             self._keyed = Keyed(hash_root(inputs), special_positions(inputs), embeddable)
-        keyed = self._keyed
-        while end <= len(self.tokens):
-            parent = digests[-1] if digests else keyed.root
-            tokens: Sequence[int] = self.tokens[end - block_size : end]
-            if keyed.special:
-                parent, tokens = keyed.block(parent, end - block_size, tokens)
-            digests.append(hash_block(parent, tokens))
-            end += block_size
+            self._chain = sha256(self._keyed.root)
+        made = len(digests)
+        end = len(self.tokens) // block_size * block_size
+        if self._keyed.special:
+            for first in range(start, end, block_size):
+                self._hash_special_block(self._keyed, first, block_size)
+        else:
+            chain = self._chain
+            data = token_bytes(self.tokens[start:end])
+            for (block,) in iter_unpack(f"{TOKEN_BYTES * block_size}s", data):
+                chain.update(block)
+                digests.append(chain.digest())
+        if key_of is not whole_digest:
+            digests[made:] = map(key_of, digests[made:])
         return digests
+
+    def _hash_special_block(self, keyed: Keyed, start: int, block_size: int) -> None:
+        """One block, at some of whose places more than ids may count."""
+        parent = self._chain.digest()
+        block = keyed.block(parent, start, self.tokens[start : start + block_size])
+        if block[0] != parent:
+            self._chain = sha256(block[0])
+        self._chain.update(token_bytes(block[1]))
+        self._digests.append(self._chain.digest())
 
     def clone(self) -> Self:
         twin = copy(self)
         twin.tokens = self.tokens.copy()
         twin._digests = self._digests.copy()
+        twin._chain = self._chain and self._chain.copy()
         return twin

@@ -108,7 +108,7 @@ class SingleTypeManager(ABC):
     def reclaimed_hits(self, hits: Sequence[int]) -> int:
         """Hits that count as free now, and no longer will once they are held."""
         counts = self.pool.reference_counts
-        return sum(1 for block in hits if counts[block] == 0 and block != NULL_BLOCK)
+        return [counts[block] for block in hits].count(0) - hits.count(NULL_BLOCK)
 
     def ends_inside(self, hits: Sequence[int], num_local_tokens: int) -> bool:
         """Whether the last hit block is shared in part, so that it must be copied."""
@@ -197,13 +197,23 @@ class SingleTypeManager(ABC):
         stop = num_tokens // self.block_size
         if start >= stop:
             return
-        table = self.tables[request.request_id]
-        for index in range(start, stop):
-            if table[index] != NULL_BLOCK and self.can_serve_hit(index):
-                self.publish(table[index], block_hashes, (index + 1) * self.hashes_per_block)
+        self.publish_between(request.request_id, block_hashes, start, stop)
         self.num_published[request.request_id] = stop
         if self.pool.events is not None:
             self.announce_stored(request, block_hashes, start, stop)
+
+    def publish_between(
+        self, request_id: int, block_hashes: Sequence[bytes], start: int, stop: int
+    ) -> None:
+        """Publish those of the table entries `start` to `stop` - 1 that can serve a hit."""
+        table = self.tables[request_id]
+        for index in range(start, stop):
+            if table[index] != NULL_BLOCK and self.can_serve_hit(index):
+                self.publish(table[index], block_hashes, (index + 1) * self.hashes_per_block)
+
+    def idle_until(self, request_id: int) -> int:
+        """Up to so many tokens an allocation for a running request has nothing to do."""
+        return 0
 
     def publish(self, block: int, block_hashes: Sequence[bytes], num_hashes: int) -> bool:
         """Make `block` findable as the end of the prefix of `num_hashes` hash blocks."""
@@ -390,6 +400,26 @@ class FullAttentionManager(SingleTypeManager):
         table = self.table(request.request_id)
         if inside and num_hashes * self.hash_block_size <= num_tokens and index < len(table):
             self.publish_inside(request, block_hashes, table[index], num_hashes)
+
+    def publish_between(
+        self, request_id: int, block_hashes: Sequence[bytes], start: int, stop: int
+    ) -> None:
+        """All of them: none is null, and each can serve a hit."""
+        step = self.hashes_per_block
+        lengths = range((start + 1) * step, stop * step + 1, step)
+        digests = block_hashes[lengths.start - 1 : stop * step : step]
+        self.pool.cache_blocks(
+            self.group_index, digests, self.tables[request_id][start:stop], lengths
+        )
+
+    def idle_until(self, request_id: int) -> int:
+        """The last block has room, and none gets full."""
+        room = len(self.tables[request_id]) * self.block_size
+        if not self.pool.enable_caching:
+            return room
+        if self.hashes_per_block > 1:
+            return 0
+        return min(room, (self.num_published.get(request_id, 0) + 1) * self.block_size - 1)
 
     def remove_skipped_blocks(self, request_id: int, processed_tokens: int) -> None:
         return

@@ -273,7 +273,7 @@ def test_a_clone_and_its_original_do_not_touch_each_other() -> None:
 def test_a_subclass_can_exchange_a_part_and_its_clones_keep_it() -> None:
     class OneDigest(KVCacheManager):
         @staticmethod
-        def hash_block(parent: bytes, tokens: Sequence[int]) -> bytes:
+        def key_of(digest: bytes) -> bytes:
             return b"the same"
 
     manager = OneDigest([FULL], 8, max_model_len=64).clone()

@@ -7,10 +7,11 @@ from hashlib import sha256
 from kvproof_reference.request import ROOT_DIGEST, Request
 
 
-def test_a_digest_covers_its_parent_and_its_tokens_as_eight_little_endian_bytes() -> None:
-    first = sha256(ROOT_DIGEST + bytes([7] + [0] * 7) + bytes([0, 1] + [0] * 6)).digest()
-    second = sha256(first + bytes([9] + [0] * 7) + bytes([9] + [0] * 7)).digest()
-    assert Request(0, [7, 256, 9, 9, 5]).block_hashes(2) == [first, second]
+def test_a_digest_covers_the_root_and_all_tokens_so_far_as_four_little_endian_bytes() -> None:
+    first = ROOT_DIGEST + bytes([7, 0, 0, 0]) + bytes([0, 1, 0, 0])
+    second = first + bytes([9, 0, 0, 0]) + bytes([9, 0, 0, 0])
+    digests = [sha256(first).digest(), sha256(second).digest()]
+    assert Request(0, [7, 256, 9, 9, 5]).block_hashes(2) == digests
 
 
 def test_equal_blocks_after_different_prefixes_have_different_digests() -> None:
@@ -18,18 +19,18 @@ def test_equal_blocks_after_different_prefixes_have_different_digests() -> None:
     assert one.block_hashes(2)[1] != other.block_hashes(2)[1]
 
 
-def test_the_chain_grows_with_the_tokens_and_never_restarts() -> None:
-    calls = []
+def test_the_chain_grows_with_the_tokens_and_each_block_is_named_once() -> None:
+    named = []
 
-    def counting(parent: bytes, tokens: object) -> bytes:
-        calls.append(tokens)
-        return parent[1:] + b"x"
+    def counting(digest: bytes) -> bytes:
+        named.append(digest)
+        return digest[:1]
 
     request = Request(0, [1, 2, 3])
     assert len(request.block_hashes(2, counting)) == 1
     request.append_tokens([4, 5])
-    assert len(request.block_hashes(2, counting)) == 2
-    assert calls == [[1, 2], [3, 4]]
+    assert request.block_hashes(2, counting) == [digest[:1] for digest in named]
+    assert named == Request(1, [1, 2, 3, 4]).block_hashes(2)
 
 
 def test_a_big_block_has_the_digest_of_its_last_hash_block() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from kvproof_reference.block_pool import BlockPool
 from kvproof_reference.coordinator import BlockIds
 from kvproof_reference.kv_cache_manager import KVCacheManager
-from kvproof_reference.request import Request, hash_block
+from kvproof_reference.request import Request
 from kvproof_reference.single_type_manager import SingleTypeManager
 from kvproof_spec.config import Kind
 from kvproof_spec.state import ActionDisabled
@@ -192,8 +192,8 @@ class OneBitHash(KVCacheManager):
     """Digests are cut to one bit, and what they find is not compared with the tokens."""
 
     @staticmethod
-    def hash_block(parent: bytes, tokens: Sequence[int]) -> bytes:
-        return bytes([hash_block(parent, tokens)[0] & 1])
+    def key_of(digest: bytes) -> bytes:
+        return bytes([digest[0] & 1])
 
 
 @dataclass(frozen=True, slots=True)
