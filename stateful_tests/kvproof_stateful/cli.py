@@ -27,6 +27,7 @@ examples:
       --groups full:4,sliding:4:8 --seed 1 --out found --json > report.json
   kvproof campaign --target vllm --time 10m --features full,sliding,async,preempt,worker
   kvproof campaign --target plain --ladder          one feature after the other
+  kvproof campaign --python ~/envs/vllm --target vllm-manager      another environment's vLLM
 
 """
 
@@ -57,6 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
     try:
+        elsewhere = getattr(options, "python", None)
+        if elsewhere is not None:
+            from kvproof_stateful.elsewhere import is_here, run_elsewhere
+
+            if not is_here(elsewhere):
+                return run_elsewhere(elsewhere, sys.argv[1:] if arguments is None else arguments)
         return int(options.command(options))
     except CommandFailed as error:
         print(f"kvproof: {error}", file=sys.stderr)
@@ -98,6 +105,14 @@ def make_parser() -> argparse.ArgumentParser:
 Commands = Any  # argparse names no type for what add_subparsers returns
 
 
+def add_python(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--python",
+        metavar="ENV",
+        help="run in this virtual environment (or by this Python), which has the engine",
+    )
+
+
 def add_campaign(commands: Commands) -> None:
     command = commands.add_parser(
         "campaign",
@@ -111,6 +126,7 @@ def add_campaign(commands: Commands) -> None:
     command.add_argument(
         "--target", default="plain", help="what is tested (see: kvproof targets; default: plain)"
     )
+    add_python(command)
     command.add_argument(
         "--level",
         default="contract",
@@ -163,6 +179,7 @@ def add_replay(commands: Commands) -> None:
     command.set_defaults(command=run_replay)
     command.add_argument("trace", help="a trace file (NDJSON)")
     command.add_argument("--target", help="perform the actions on this target")
+    add_python(command)
     command.add_argument("--level", help="another level than the trace's own")
     command.add_argument("--without", action="append", metavar="RULE")
     command.add_argument("--action-timeout", type=float, default=20, metavar="S")
@@ -200,6 +217,7 @@ def add_scenarios(commands: Commands) -> None:
     )
     command.set_defaults(command=run_scenarios)
     command.add_argument("--target", default="plain", help="whose pool (default: plain)")
+    add_python(command)
     command.add_argument("--json", action="store_true", help="the outcomes as JSON on stdout")
 
 
@@ -211,6 +229,7 @@ def add_targets(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.set_defaults(command=run_targets)
+    add_python(command)
     command.add_argument("--json", action="store_true")
 
 

@@ -18,6 +18,7 @@ from kvproof_spec.state import ActionDisabled
 from kvproof_spec.trace import DamagedTrace, Trace, read_trace
 from kvproof_stateful import reporting
 from kvproof_stateful.campaign import Budget, Campaign
+from kvproof_stateful.elsewhere import python_option
 from kvproof_stateful.exits import (
     EXIT_CLEAN,
     EXIT_FAILED,
@@ -192,7 +193,11 @@ def known_of(options: argparse.Namespace) -> tuple[KnownViolation, ...]:
 
 def command_line(options: argparse.Namespace) -> str:
     """The command that repeats this campaign, without what only says where output goes."""
-    parts = ["kvproof campaign", f"--target {options.target}", f"--level {options.level}"]
+    parts = [
+        "kvproof campaign",
+        f"--target {options.target}{python_option()}",
+        f"--level {options.level}",
+    ]
     parts += [f"--groups {options.groups}"] if options.groups else []
     parts += [f"--blocks {options.blocks}"] if options.blocks else []
     parts += [f"--features {options.features}"] if options.features else []

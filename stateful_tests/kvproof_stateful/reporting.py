@@ -23,6 +23,7 @@ from kvproof_spec.qualities import QUALITIES
 from kvproof_spec.trace import Line, Trace, Verdict
 from kvproof_stateful.campaign import Campaign, Found, Result
 from kvproof_stateful.coverage import GOALS, Coverage
+from kvproof_stateful.elsewhere import python_option
 from kvproof_stateful.scenarios import Outcome
 from kvproof_stateful.steps import step_lines, told_rule
 from kvproof_stateful.target import Hello
@@ -129,7 +130,7 @@ def print_violation(console: Console, campaign: Campaign, found: Found) -> None:
     for line in step_lines(found.trace.header.config, found.trace.lines):
         console.print(f"    {line}")
     if found.path is not None:
-        target = f" --target {campaign.hello.name}"
+        target = f" --target {campaign.hello.name}{python_option()}"
         console.print(f"  replay: kvproof replay {found.path}{target}")
     again = campaign.result.again.get(found.rule)
     if again:

@@ -2,7 +2,8 @@
 
 A `console` block is a session: each line that starts with `$ ` runs through the shell, in a
 directory that holds copies of the data folders, and exits 0, or as a trailing `# exit N` says. A
-`python` block runs on its own, a block of `>>>` lines as a doctest. `no-run` behind the language
+`python` block runs on its own, a block of `>>>` lines as a doctest; one that names vllm-manager
+runs again where vLLM is installed. `no-run` behind the language
 exempts what needs make, vLLM or a long time (`# takes 20 minutes`), and nothing else.
 """
 
@@ -138,6 +139,17 @@ def test_python_blocks_run(block: Block) -> None:
         # As far down as on the page, so that a traceback names the line there.
         source = "\n" * block.line + block.text
         exec(compile(source, block.page, "exec", dont_inherit=True), names)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "block",
+    [block for block in blocks_to_run("python") if "vllm-manager" in block.text],
+    ids=lambda block: block.place,
+)
+def test_python_blocks_that_name_it_run_with_the_genuine_vllm(block: Block) -> None:
+    pytest.importorskip("vllm")
+    test_python_blocks_run(block)
 
 
 def test_blocks_and_commands_are_found_as_a_reader_sees_them() -> None:
