@@ -48,7 +48,7 @@ def costs(num_blocks: int) -> dict[str, int]:
         manager.free(other, in_use_until=1)
         manager.step_completed(1)
 
-    operations = {
+    operations: dict[str, Callable[[], object]] = {
         "allocate": lambda: manager.allocate_slots(request, 40),
         "trim": lambda: manager.remove_skipped_blocks(0, 30),
         "hit": adopt,
@@ -87,7 +87,7 @@ def costs_with_states(num_blocks: int) -> dict[str, int]:
         manager.step_completed(1)
         manager.store_completed(1)
 
-    operations = {
+    operations: dict[str, Callable[[], object]] = {
         "produce": produce,
         "hit": adopt,
         "copy": manager.take_block_copies,
