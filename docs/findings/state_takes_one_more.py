@@ -5,9 +5,6 @@ announces one block and takes two, for the loaded state and for the running one.
 """
 
 import sys
-import warnings
-
-warnings.simplefilter("ignore")
 
 import torch
 import vllm
@@ -28,9 +25,7 @@ BLOCK, EXTERNAL, NEW, FREE = 4, 40, 1, 12
 init_none_hash(sha256)
 specs = (
     FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32),
-    MambaSpec(
-        block_size=BLOCK, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align"
-    ),
+    MambaSpec(block_size=BLOCK, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align"),
 )
 groups = [KVCacheGroupSpec([f"layer{index}"], spec) for index, spec in enumerate(specs)]
 manager = KVCacheManager(

@@ -123,23 +123,31 @@ class BlockPool:
         twice = next(b for b in batch if b != NULL_BLOCK and batch.count(b) > 1)
         raise ValueError(f"block {twice} is freed twice in one batch")
 
-    def give_back(self, blocks: Iterable[int]) -> None:
+    def give_back(self, blocks: Sequence[int]) -> None:
         """Free a batch that may have several references to one block."""
         counts, keys = self.reference_counts, self._digests
         unhashed: list[int] = []
         hashed: list[int] = []
-        for block in blocks:
+        for index, block in enumerate(blocks):
             if block == NULL_BLOCK:
                 continue
             count = counts[block] - 1
             counts[block] = count
             if count == 0:
                 (hashed if block in keys else unhashed).append(block)
+            elif count < 0:
+                self.refuse_what_is_free(blocks[: index + 1])
         self._free_order = self._counts = None
         if unhashed:
             self._free.prepend(unhashed)
         if hashed:
             self._free.append(hashed)
+
+    def refuse_what_is_free(self, counted_down: Sequence[int]) -> None:
+        """One reference too many was given back, the last of these: nothing has happened."""
+        for block in counted_down:
+            self.reference_counts[block] += block != NULL_BLOCK
+        raise ValueError(f"block {counted_down[-1]} is given back, and nobody holds it")
 
     def take_copies(self, still_held: bool = False) -> tuple[Copy, ...]:
         """The copies made since the last call, those of a group together, as a rule given back."""

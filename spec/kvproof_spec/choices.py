@@ -35,6 +35,7 @@ from kvproof_spec.derived import (
     is_stored,
     outstanding_tokens,
     processed_tokens,
+    references,
     rows_in_flight,
     unissued_cells,
 )
@@ -273,16 +274,22 @@ def _admissions(state: State, scope: Scope, request: Request) -> list[Choice]:
             pairs = [(new, e) for e, some in zip(externals, counts, strict=True) for new in some]
             build = partial(_admit_external, request.id)
             found += [Choice("admit external", request.id, build, (pairs, *extras))] * bool(pairs)
-        if loads and not _clears_what_has_left(state):
+        if loads and not _touches_what_is_free(state):
             of_a_load = (*extras[:2], (0,), loads)  # engines reserve ahead once it has arrived
             found.append(Choice("load", request.id, admit, ((0,), *of_a_load)))
     return found
 
 
-def _clears_what_has_left(state: State) -> bool:
-    """Will the next step clear a block that is free by now?  (An unordered load might get it.)"""
-    held = {block for r in state.requests for table in r.tables for block in table}
-    return not held.issuperset(state.uncleared)
+def _touches_what_is_free(state: State) -> bool:
+    """Does a step clear or copy a block that nobody holds?  (An unordered load might get it.)
+
+    To keep such blocks back is a scheduler's duty, not its cache manager's.
+    """
+    touched = set(state.uncleared)
+    for step in state.steps:
+        touched.update(step.cleared)
+        touched.update(block for copy in step.copies for block in (copy.source, copy.destination))
+    return bool(touched) and not references(state).keys() >= touched
 
 
 def has_states(config: Config) -> bool:

@@ -97,6 +97,8 @@ def content_is_what_was_asked_for(expected: Expected, observed: Observed) -> Ite
         case Issue() if isinstance(observed.answer, Issued):
             if left := expected.to_clear.difference(observed.answer.cleared or ()):
                 yield f"blocks {sorted(left)} were handed out for this step and are not cleared"
+        case _:
+            pass
 
 
 def _wrongly_stored(expected: Expected) -> Iterator[str]:

@@ -438,7 +438,9 @@ def evidence_shown(expected: Expected, observed: Observed, scheduled: bool) -> l
         case Issued(rows=rows, copies=copies, cleared=cleared, deferred=deferred):
             parts: dict[Evidence, object] = {"rows": rows, "copied": copies, "cleared": cleared}
             parts["kept"] = deferred
-            shown += [name for name, part in parts.items() if part is not None]
+            for name, part in parts.items():
+                if part is not None:
+                    shown.append(name)
         case Granted(new=new) if new is not None and expected.request.status == "running":
             shown.append("sent")
         case Returned(deferred=deferred, numbers=numbers):

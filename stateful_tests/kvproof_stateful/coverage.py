@@ -154,16 +154,17 @@ def goals_of(before: State, action: Action, answer: Answer) -> list[str]:
 
 
 def _reuses_a_copy(before: State, action: Action, answer: Answer) -> bool:
-    """Does a block lose its content, or its key, that another one has as well, or gets?"""
-    lost = set(_lost(before, action, answer))
-    pages = dict(before.promise.items())
-    wanted = {prefix for request in before.requests for prefix in request.content}
-    return any(
-        page == pages[block] or wanted.issuperset(filter(None, pages[block][1]))
-        for block in lost & pages.keys()
-        for other, page in pages.items()
-        if other != block
-    )
+    """Does a block lose a prefix, or its key, that another one has as well, or gets?"""
+    lost, step = set(_lost(before, action, answer)), before.config.hash_block
+    ends = {
+        block: set(cells[step - 1 :: step] or cells) for block, (_, cells) in before.promise.items()
+    }
+    found = {prefix for request in before.requests for prefix in request.content}
+    for block in ends.keys() - lost:
+        found |= ends[block]
+    twice = Counter(prefix for block in ends.keys() & lost for prefix in ends[block])
+    twice.pop(None, None)
+    return any(count > 1 or prefix in found for prefix, count in twice.items())
 
 
 def _lost(before: State, action: Action, answer: Answer) -> Iterator[int]:

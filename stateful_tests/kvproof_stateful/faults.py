@@ -89,8 +89,13 @@ class DoubleFreeInOneBatch(KVCacheManager):
     class Group(SingleTypeManager):
         def free(self, request_id: int) -> None:
             blocks = self.pop_blocks(request_id)
-            self.pool.give_back(reversed([*blocks, *blocks]))
+            self.pool.give_back([*reversed(blocks), *reversed(blocks)])
 
+    class Pool(BlockPool):
+        def refuse_what_is_free(self, counted_down: Sequence[int]) -> None:
+            """Count on."""
+
+    block_pool_class = Pool
     manager_classes = in_each_kind(Group)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from itertools import count, islice
 from pathlib import Path
@@ -226,9 +227,7 @@ def test_what_cannot_be_measured_is_said_in_one_line(
 
 
 def test_without_vllm_the_command_says_how_to_get_it(capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        import vllm  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("vllm") is None:
         assert cli.main(["bench", "manager"]) == EXIT_USAGE
         error = capsys.readouterr().err
         assert error.count("\n") == 1

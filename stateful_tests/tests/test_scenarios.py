@@ -42,18 +42,7 @@ def played(name: str, target: HasPool) -> Outcome:
     return outcome_of(SCENARIOS[name], target, None)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(strict=True, reason="the plain pool counts down to -1"),
-        )
-        if name == "freed-again-later"
-        else name
-        for name in SCENARIOS
-    ],
-)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_the_plain_pool_holds(name: str) -> None:
     outcome = played(name, PlainTarget())
     assert (outcome.verdict, outcome.witness) == ("ok", "")

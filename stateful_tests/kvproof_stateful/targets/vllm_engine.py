@@ -360,7 +360,7 @@ class VllmEngine:
     def _stats(self, reported: Any) -> Stats:
         """Preemptions are counted by their events, also those that vLLM has yet to send."""
         self._counted.add_lookups(reported.prefix_cache_stats)
-        waiting = sum(preemptions_among(r.events) for r in self._scheduler.requests.values())
+        waiting = sum(preemptions_among(request.events) for request in self._live().values())
         return Stats(
             used_blocks=round(reported.kv_cache_usage * (self.config.num_blocks - 1)),
             queries=self._counted.queries,
