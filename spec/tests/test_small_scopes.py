@@ -679,7 +679,7 @@ SMALL_SCOPES = (
         small_scope(
             replace(PARTIAL, clears=True), "full partial clear external abort-loading unissued", 3
         ),
-        states=567,
+        states=529,
         issued=2,
         engine=Careful,
         sometimes=lambda s: bool(s.copies) and bool(s.uncleared),
