@@ -41,14 +41,14 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-BLOCK, BLOCKS, LENGTH = 4, 11, 256  # block 0 is the null block
+BLOCK, BLOCKS, LENGTH = 4, 14, 256  # block 0 is the null block
 
 
 class HasTheLoader(KVConnectorBase_V1, SupportsHMA):
-    """The remote side has the first three blocks of one request."""
+    """The remote side has the first block of one request."""
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
-        return (3 * BLOCK, True) if request.request_id == "loader" else (0, False)
+        return (BLOCK, True) if request.request_id == "loader" else (0, False)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return 0, 1
@@ -73,7 +73,7 @@ class HasTheLoader(KVConnectorBase_V1, SupportsHMA):
 config = VllmConfig(
     scheduler_config=SchedulerConfig(
         policy="priority",
-        long_prefill_token_threshold=8,
+        long_prefill_token_threshold=12,
         max_num_seqs=8,
         max_num_batched_tokens=64,
         max_model_len=LENGTH,
@@ -143,13 +143,13 @@ def returned(output: Any, sampling: list[str]) -> None:
     scheduler.update_from_output(output, ModelRunnerOutput(names, places, sampled))
 
 
-submit("victim", list(range(28)), priority=9)
+submit("victim", list(range(40)), priority=9)
 submit("first", [100], priority=0, max_tokens=1)  # alone, the victim would not be cut in chunks
 returned(schedule(), ["first"])
 submit("urgent", list(range(50, 54)), priority=0)
 returned(schedule(), ["urgent"])
 in_flight = schedule()  # the victim gets its third chunk, the urgent request takes it all back
-submit("loader", list(range(80, 93)), priority=1)
+submit("loader", list(range(80, 85)), priority=1)
 schedule()
 loaded = scheduler.kv_cache_manager.get_block_ids("loader")
 both = sorted({b for table in loaded for b in table} & set(in_flight.new_block_ids_to_zero))

@@ -21,7 +21,8 @@ from kvproof_spec.actions import (
 )
 from kvproof_spec.answers import Answer, Forgotten, Granted, Hit, Raised, Refused, Scheduled
 from kvproof_spec.derived import has_stale_rows
-from kvproof_spec.pages import handed_out
+from kvproof_spec.pages import Tables, handed_out
+from kvproof_spec.prefix import Prefix
 from kvproof_spec.state import Request, State
 
 GOALS: dict[str, str] = {
@@ -159,7 +160,9 @@ def _reuses_a_copy(before: State, action: Action, answer: Answer) -> bool:
     ends = {
         block: set(cells[step - 1 :: step] or cells) for block, (_, cells) in before.promise.items()
     }
-    found = {prefix for request in before.requests for prefix in request.content}
+    found: set[Prefix | None] = set()
+    for request in before.requests:
+        found.update(request.content)
     for block in ends.keys() - lost:
         found |= ends[block]
     twice = Counter(prefix for block in ends.keys() & lost for prefix in ends[block])
@@ -170,6 +173,7 @@ def _reuses_a_copy(before: State, action: Action, answer: Answer) -> bool:
 def _lost(before: State, action: Action, answer: Answer) -> Iterator[int]:
     """Blocks that were handed out, not as hits, or forgotten."""
     hits: dict[int, int] = {}  # tokens by request
+    given: dict[int, Tables] = {}
     if isinstance(action, Forget):
         yield from action.blocks or ()
     elif isinstance(answer, Granted) and isinstance(action, Allocate):

@@ -263,7 +263,7 @@ def draw_features(
 def impossible_with(groups: tuple[Group, ...]) -> frozenset[str]:
     """The features that make no sense with these groups."""
     kinds = layout_of(groups)
-    impossible = set() if kinds == {"full", "state"} else {"partial"}
+    impossible = set() if kinds == frozenset(("full", "state")) else {"partial"}
     if "cross" in kinds:  # which is without prefix caching
         impossible |= {"external", "abort-loading", "forget", "publish", "events", *INPUTS}
     return frozenset(impossible)
