@@ -50,7 +50,7 @@ def test_the_kept_traces_still_show(target: Target) -> None:
     path = default_expectations("vllm-manager")
     assert path is not None
     known = read_expectations(path)
-    assert {violation.rule for violation in known} == {"I2", "I3"}
+    assert {violation.rule for violation in known} == {"I2", "I3", "R1", "R2", "R10"}
     for violation in known:
         trace = violation.read()
         actions = [line.action for line in trace.lines]
