@@ -248,7 +248,7 @@ def draw_features(
     if asked.features is not None:
         features = (asked.features - LAYOUT - (impossible if asked.newest else set())) | layout
     else:
-        chance = {"uncached": 0.2, "worker": 0.9, **dict.fromkeys(INPUTS, 0.25)}
+        chance = {"uncached": 0.2, "worker": 0.9, "events": 0.25, **dict.fromkeys(INPUTS, 0.25)}
         optional = sorted(hello.features - LAYOUT - impossible)
         drawn = {feature for feature in optional if rng.random() < chance.get(feature, 0.75)}
         always = {"preempt", "worker"} if hello.observed else set()  # its scheduler's own doing

@@ -29,7 +29,7 @@ def test_a_campaign_finds_only_what_is_known(target: Target, groups: str) -> Non
         target,
         Judging(),
         Asked(parse_groups(groups)),
-        Budget(actions=3000),
+        Budget(actions=8000),
         known=read_expectations(path),
     )
     result = campaign.run()
