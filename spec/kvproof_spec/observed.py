@@ -52,25 +52,10 @@ def core_actions(state: State, action: Action, answer: Answer) -> Iterator[tuple
 
 def _scheduled(state: State, answer: Scheduled) -> Iterator[tuple[Action, Answer]]:
     after = dict(answer.tables)
-    rows = {row.request: row for row in answer.rows}
-    kept = Counter(answer.deferred)
-    kept -= Counter(end for copy in answer.copies or () for end in (copy.source, copy.destination))
-    for request_id in answer.preempted:
-        yield Release(request_id, "preempt"), Returned(tuple(kept.elements()))
-    for request in state.requests:
-        stays = request.status == "running" and request.id not in {*answer.preempted, *rows}
-        if stays and after.get(request.id, request.tables) != request.tables:
-            yield Trim(request.id), Trimmed(after[request.id])
-    made = _copies_by_request(answer, after)
+    yield from _made_room(state, answer, after)
+    copies = _copies_by_request(answer, after)
     for row in answer.rows:
-        tables = _tables_of(after, row.request)
-        _require_consistent(state, row, preempted=row.request in answer.preempted)
-        if row.admitted and not _has_loaded(state, row.request):
-            hit = row.start - row.external
-            taken = _before_copies(tables, made.get(row.request, ()))
-            yield Lookup(row.request), Hit(hit, hit_tables(state, taken, hit))
-        granted = Granted(tables, copies=made.get(row.request, ()))
-        yield Allocate(row.request, row.tokens, external=row.external), granted
+        yield from _admitted_or_extended(state, answer, row, copies.get(row.request, ()))
     for load in answer.loads:  # which may start from what these rows compute
         tables = _tables_of(after, load.request)
         yield Lookup(load.request), Hit(load.hit, hit_tables(state, tables, load.hit))
@@ -78,6 +63,34 @@ def _scheduled(state: State, answer: Scheduled) -> Iterator[tuple[Action, Answer
         yield unordered, Granted(tables)
     sent = tuple(SentRow(row.request, row.worker) for row in answer.rows)
     yield Issue(), Issued(sent, answer.copies, answer.cleared, answer.deferred)
+
+
+def _made_room(
+    state: State, answer: Scheduled, after: dict[int, Tables]
+) -> Iterator[tuple[Action, Answer]]:
+    """Preemptions, and what a refused extension has given back of a window."""
+    kept = Counter(answer.deferred)
+    kept -= Counter(end for copy in answer.copies or () for end in (copy.source, copy.destination))
+    for request_id in answer.preempted:
+        yield Release(request_id, "preempt"), Returned(tuple(kept.elements()))
+    extended = {*answer.preempted, *(row.request for row in answer.rows)}
+    for request in state.requests:
+        stays = request.status == "running" and request.id not in extended
+        if stays and after.get(request.id, request.tables) != request.tables:
+            yield Trim(request.id), Trimmed(after[request.id])
+
+
+def _admitted_or_extended(
+    state: State, answer: Scheduled, row: ScheduledRow, copies: tuple[Copy, ...]
+) -> Iterator[tuple[Action, Answer]]:
+    tables = _tables_of(dict(answer.tables), row.request)
+    _require_consistent(state, row, preempted=row.request in answer.preempted)
+    if row.admitted and not _has_loaded(state, row.request):
+        hit = row.start - row.external
+        found = hit_tables(state, _before_copies(tables, copies), hit)
+        yield Lookup(row.request), Hit(hit, found)
+    granted = Granted(tables, copies=copies)
+    yield Allocate(row.request, row.tokens, external=row.external), granted
 
 
 def _copies_by_request(answer: Scheduled, after: dict[int, Tables]) -> dict[int, tuple[Copy, ...]]:
@@ -170,10 +183,11 @@ def _kept_for_the_finished(
 ) -> tuple[dict[int, Counter[int]], Counter[int]]:
     """What is kept back for each request that ended, and for nobody of these.
 
-    What has left a window may be kept, too, unless it was kept before for somebody else.
+    What has left a window may be kept, too, unless it still is for somebody else.
     """
     own = {request_id: Counter[int]() for request_id in answer.finished}
-    left, before = Counter(answer.deferred), Counter(state.deferred)
+    others = state.transfers or state.steps[1:]
+    left, before = Counter(answer.deferred), Counter(state.deferred if others else ())
     requests = [
         request
         for request in map(state.find, answer.finished)
@@ -181,16 +195,21 @@ def _kept_for_the_finished(
     ]
     for needed in (True, False):
         for request in requests:
-            kept = Counter(
-                block
-                for group, table in zip(state.config.groups, request.tables, strict=True)
-                for entry, block in enumerate(table)
-                if needed == (entry >= group.first_needed_block(_processed(state, request)))
-            )
-            kept &= left if needed else left - before
+            kept = _blocks(state, request, needed) & (left if needed else left - before)
             own[request.id] += kept
             left -= kept
     return own, left
+
+
+def _blocks(state: State, request: Request, needed: bool) -> Counter[int]:
+    """Those that it still needs once the oldest step has returned, or the others."""
+    processed = _processed(state, request)
+    return Counter(
+        block
+        for group, table in zip(state.config.groups, request.tables, strict=True)
+        for entry, block in enumerate(table)
+        if needed == (entry >= group.first_needed_block(processed))
+    )
 
 
 def _processed(state: State, request: Request) -> int:

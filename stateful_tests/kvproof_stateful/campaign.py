@@ -36,6 +36,7 @@ MOST_SKIPPED = 200
 RULE_NEEDS: dict[str, frozenset[str]] = {
     "I5": frozenset({"worker"}),
     "R9": frozenset({"async", "preempt"}),
+    "R10": frozenset({"events"}),
 }
 """Features without which a claimed rule cannot be evaluated."""
 

@@ -20,6 +20,7 @@ from kvproof_spec.actions import (
     Release,
 )
 from kvproof_spec.answers import Answer, Forgotten, Granted, Hit, Raised, Refused, Scheduled
+from kvproof_spec.choices import has_states
 from kvproof_spec.derived import has_stale_rows
 from kvproof_spec.pages import Tables, handed_out
 from kvproof_spec.prefix import Prefix
@@ -172,25 +173,32 @@ def _reuses_a_copy(before: State, action: Action, answer: Answer) -> bool:
 
 def _lost(before: State, action: Action, answer: Answer) -> Iterator[int]:
     """Blocks that were handed out, not as hits, or forgotten."""
-    hits: dict[int, int] = {}  # tokens by request
-    given: dict[int, Tables] = {}
-    if isinstance(action, Forget):
-        yield from action.blocks or ()
-    elif isinstance(answer, Granted) and isinstance(action, Allocate):
-        given = {action.request: answer.tables}
-        hits[action.request] = before.hit.tokens if before.hit else 0
-    elif isinstance(answer, Scheduled):
-        given = dict(answer.tables)
-        hits = {row.request: row.start - row.external for row in answer.rows if row.admitted}
-        hits |= {load.request: load.hit for load in answer.loads}
-        yield from answer.unissued
-    if isinstance(answer, Granted | Scheduled):
-        for request_id, tables in given.items():
-            old = before.find(request_id).tables
-            for group, entry, block in handed_out(old, tables):
-                if entry >= before.config.groups[group].blocks_for(hits.get(request_id, 0)):
-                    yield block
-        yield from (copy.destination for copy in answer.copies or ())
+    match action, answer:
+        case Forget(), _:
+            yield from action.blocks or ()
+        case Allocate(), Granted():
+            hit = before.hit.tokens if before.hit else 0
+            yield from _handed_out(before, action.request, answer.tables, hit)
+            yield from (copy.destination for copy in answer.copies)
+        case _, Scheduled():
+            yield from _lost_to_a_schedule(before, answer)
+        case _:
+            pass
+
+
+def _lost_to_a_schedule(before: State, answer: Scheduled) -> Iterator[int]:
+    hits = {row.request: row.start - row.external for row in answer.rows if row.admitted}
+    hits |= {load.request: load.hit for load in answer.loads}
+    for request_id, tables in answer.tables:
+        yield from _handed_out(before, request_id, tables, hits.get(request_id, 0))
+    yield from (copy.destination for copy in answer.copies or ())
+    yield from answer.unissued
+
+
+def _handed_out(before: State, request_id: int, tables: Tables, hit: int) -> Iterator[int]:
+    for group, entry, block in handed_out(before.find(request_id).tables, tables):
+        if entry >= before.config.groups[group].blocks_for(hit):
+            yield block
 
 
 def _own_goals_of(before: State, action: Action, answer: Answer) -> list[str]:
@@ -248,30 +256,40 @@ def _goals_of_a_grant(before: State, action: Allocate, answer: Granted) -> list[
 
 
 def _beside_a_state(before: State, action: Allocate) -> bool:
-    return bool(action.external) and any(group.kind == "state" for group in before.config.groups)
+    return bool(action.external) and has_states(before.config)
 
 
 def _goals_of_a_schedule(before: State, answer: Scheduled) -> list[str]:
     goals = ["two steps in flight"] if before.steps else []
     goals += ["preempted"] * len(answer.preempted)
     goals += ["unissued"] if answer.unissued else []
-    states = any(group.kind == "state" for group in before.config.groups)
+    external = [*answer.loads, *(row for row in answer.rows if row.external)]
+    goals += ["external beside a state"] if external and has_states(before.config) else []
+    for request, hit, load in _admissions(before, answer):
+        goals += _goals_of_an_admission(before, request, hit)
+        goals += ["load of everything"] if load and hit + load == request.known else []
+    return goals + _goals_of_copies(answer)
+
+
+def _admissions(before: State, answer: Scheduled) -> Iterator[tuple[Request, int, int]]:
+    """Each request that was admitted, its hit, and what an unordered load is to bring."""
     for row in answer.rows:
         request = before.get(row.request)
         if row.admitted and request is not None and request.status != "running":
-            goals += _goals_of_an_admission(before, request, row.start - row.external)
-            goals += ["external beside a state"] if row.external and states else []
+            yield request, row.start - row.external, 0
     for load in answer.loads:
-        request = before.find(load.request)
-        goals += _goals_of_an_admission(before, request, load.hit)
-        goals += ["external beside a state"] if states else []
-        goals += ["load of everything"] if load.hit + load.external == request.known else []
-    tables = dict(answer.tables)
-    held = [(group, b) for of in tables.values() for group, table in enumerate(of) for b in table]
-    for copy in answer.copies or ():
-        own = (copy.group, copy.destination) in held
-        goals.append("copied" if own else "copied for the cache")
-    return goals
+        yield before.find(load.request), load.hit, load.external
+
+
+def _goals_of_copies(answer: Scheduled) -> list[str]:
+    held = {
+        (group, block)
+        for _, tables in answer.tables
+        for group, table in enumerate(tables)
+        for block in table
+    }
+    own = [(copy.group, copy.destination) in held for copy in answer.copies or ()]
+    return ["copied" if taken else "copied for the cache" for taken in own]
 
 
 def _goals_of_an_admission(before: State, request: Request, hit: int) -> list[str]:

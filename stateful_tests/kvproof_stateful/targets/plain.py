@@ -43,7 +43,10 @@ class PlainTarget(DrivenTarget):
             name=self.name,
             version=kvproof_stateful.__version__,
             features=frozenset(FEATURES),
-            claims=("I1", "I2", "I3", "I4", "I5", "I6", "R1", "R2", "R3", "R4", "R5", "R6", "R7"),
+            claims=(
+                *("I1", "I2", "I3", "I4", "I5", "I6"),
+                *("R1", "R2", "R3", "R4", "R5", "R6", "R7", "R10"),
+            ),
             corrections=frozenset(CORRECTIONS),
         )
 

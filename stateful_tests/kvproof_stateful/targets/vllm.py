@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import compress
 from typing import Any
 
 from kvproof_spec.actions import (
@@ -32,7 +33,7 @@ from kvproof_spec.answers import (
     Updated,
 )
 from kvproof_spec.config import Config
-from kvproof_spec.pages import Tables
+from kvproof_spec.pages import Table
 from kvproof_stateful.target import Hello, TargetFailed, UnsupportedConfig
 from kvproof_stateful.targets.vllm_connector import Remote
 from kvproof_stateful.targets.vllm_engine import (
@@ -151,8 +152,10 @@ class VllmTarget:
             for row in done.rows
         )
         tables = self.engine.tables()
-        # A block handed out twice in one call was taken back in between.
-        last = set(blocks_in(tables[row.request] for row in rows))
+        # A block handed out twice in one call was taken back in between; those of states, which
+        # are not named, may have been handed out before as another group's.
+        named = [group.kind != "state" for group in self.config.groups]
+        last = set(blocks_in(compress(tables[row.request], named) for row in rows))
         issued = Counter(block for block in set(done.handed_out) if block in last)
         unissued = Counter(done.handed_out) - issued
         return Scheduled(
@@ -193,5 +196,5 @@ class VllmTarget:
         return self.engine.take_events() if self.config.events else []
 
 
-def blocks_in(tables: Iterable[Tables]) -> Iterator[int]:
+def blocks_in(tables: Iterable[Iterable[Table]]) -> Iterator[int]:
     return (block for of_request in tables for table in of_request for block in table)

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvproof_spec.config import ceil_div
+from kvproof_stateful.targets.vllm_environment import prepare_for_vllm
 
+prepare_for_vllm()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (

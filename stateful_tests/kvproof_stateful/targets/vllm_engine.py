@@ -17,8 +17,10 @@ from typing import Any, Literal
 
 from kvproof_spec.pages import Copy
 from kvproof_spec.prefix import TOKENS_ONLY, Inputs
+from kvproof_stateful.targets.vllm_environment import prepare_for_vllm
 from kvproof_stateful.targets.vllm_setup import VERSION, EngineConfig, EngineSetupError, make_engine
 
+prepare_for_vllm()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from vllm.sampling_params import SamplingParams
@@ -222,27 +224,26 @@ class VllmEngine:
         Rows of requests that have left since then sample all the same.  `loaded` and `sent`
         are requests whose load or store has ended, which comes with any step's output.
         """
-        if not self._in_flight:
-            raise EngineMisused("no step is in flight")
-        oldest = self._in_flight[0]
         by_name = {str(request_id): token for request_id, token in sampled.items()}
-        if by_name.keys() != oldest.sampling:
-            wanted = sorted(map(int, oldest.sampling))
-            raise EngineMisused(f"the step samples {wanted}, given {sorted(sampled)}")
-        self._in_flight.popleft()
+        oldest = self._oldest_step(by_name)
         if not self.config.asynchronous:
             self._note_sampled(by_name)
         result = model_output(oldest, by_name, loaded, sent)
         outputs = self._scheduler.update_from_output(oldest.output, result)
         records = [record for each in outputs.values() for record in each.outputs]
-        for record in records:
-            self._counted.add_events(record.events or ())
-        (reported,) = [o.scheduler_stats for o in outputs.values() if o.scheduler_stats]
         return Updated(
             finished=tuple(int(r.request_id) for r in records if r.finish_reason is not None),
             stored=self._take_stored(),
-            stats=self._stats(reported),
+            stats=self._stats(outputs.values()),
         )
+
+    def _oldest_step(self, sampled: Mapping[str, int]) -> _InFlight:
+        if not self._in_flight:
+            raise EngineMisused("no step is in flight")
+        wanted = sorted(map(int, self._in_flight[0].sampling))
+        if sorted(map(int, sampled)) != wanted:
+            raise EngineMisused(f"the step samples {wanted}, given {sorted(sampled)}")
+        return self._in_flight.popleft()
 
     def abort(self, request_id: RequestId) -> None:
         """Finish a live request from outside."""
@@ -357,8 +358,11 @@ class VllmEngine:
             batch.num_tokens_no_spec[row] = position + 1
             self._runner.requests[name].output_token_ids.append(token)
 
-    def _stats(self, reported: Any) -> Stats:
+    def _stats(self, outputs: Collection[Any]) -> Stats:
         """Preemptions are counted by their events, also those that vLLM has yet to send."""
+        for record in (record for each in outputs for record in each.outputs):
+            self._counted.add_events(record.events or ())
+        (reported,) = [each.scheduler_stats for each in outputs if each.scheduler_stats]
         self._counted.add_lookups(reported.prefix_cache_stats)
         waiting = sum(preemptions_among(request.events) for request in self._live().values())
         return Stats(

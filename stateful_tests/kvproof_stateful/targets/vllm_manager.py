@@ -32,8 +32,10 @@ from kvproof_spec.pages import NULL_BLOCK, Copy, Tables
 from kvproof_spec.prefix import Inputs
 from kvproof_stateful.target import Hello, UnsupportedConfig
 from kvproof_stateful.targets.driven import DrivenTarget, Progress
+from kvproof_stateful.targets.vllm_environment import prepare_for_vllm
 
 logging.disable(logging.WARNING)
+prepare_for_vllm()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torch
@@ -79,7 +81,7 @@ def features() -> frozenset[str]:
         "mixed": "scheduler_block_size" in inspect.signature(manager.__init__).parameters,
         "partial": hasattr(manager, "take_kv_cache_block_copies"),
         "drafter": "is_eagle_group" in fields_of(KVCacheGroupSpec),
-        "clear": hasattr(manager, "take_new_block_ids"),
+        "clear": "skip_zeroing_group_ids" in ALLOCATE,
         "events": "group_idx" in BlockRemoved.__struct_fields__,
     }
     missing = {feature for feature, there in optional.items() if not there}
@@ -167,7 +169,10 @@ class VllmManagerTarget(DrivenTarget):
             name="vllm-manager",
             version=vllm.__version__,
             features=features(),
-            claims=("I1", "I2", "I3", "I4", "I6", "R1", "R2", "R3", "R4", "R5", "R6", "R7"),
+            claims=(
+                *("I1", "I2", "I3", "I4", "I6"),
+                *("R1", "R2", "R3", "R4", "R5", "R6", "R7", "R10"),
+            ),
         )
 
     def make_pool(self, num_blocks: int) -> Any:

@@ -4,15 +4,12 @@ Nothing of vLLM is patched.  Stand-ins are the model config, the multimodal regi
 connector that moves nothing, a publisher that keeps events, and the runner object (the
 genuine class without its `__init__`: an attribute that is not set below raises when touched).
 
-Importing this module imports vLLM, takes seconds, and sets environment variables that
-vLLM reads at import.
+Importing this module imports vLLM and takes seconds.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +18,9 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from kvproof_spec.config import Group
+from kvproof_stateful.targets.vllm_environment import prepare_for_vllm
 
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
-os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
-logging.getLogger("vllm").setLevel(logging.CRITICAL)
-
+prepare_for_vllm()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torch
