@@ -200,8 +200,7 @@ class Campaign:
 
     def _one_run(self, rng: Random) -> None:
         coverage = self.result.coverage
-        scope = draw_scope(rng, self.hello, self.asked)
-        weight = weights(rng, self.hello.observed)
+        scope, weight = self.draw_scope(rng), self.draw_weights(rng)
         ran = Ran()
         coverage.begin(sorted(scope.features))
         try:
@@ -224,6 +223,14 @@ class Campaign:
             self._broken(run, Plan(scope, tuple(ran.picks)), ran.reached, hung)
         finally:
             coverage.evaluate(run.oracle.evaluated, run.oracle.qualities)
+
+    def draw_scope(self, rng: Random) -> Scope:
+        """What a run is drawn from."""
+        return draw_scope(rng, self.hello, self.asked)
+
+    def draw_weights(self, rng: Random) -> dict[str, float]:
+        """How often each kind of choice is taken in a run."""
+        return weights(rng, self.hello.observed)
 
     def _one_action(
         self, run: Run, scope: Scope, drawn: tuple[Choice, tuple[int, ...]], ran: Ran

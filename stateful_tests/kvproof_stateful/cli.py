@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import kvproof_stateful
@@ -29,6 +30,20 @@ examples:
   kvproof campaign --target plain --ladder          one feature after the other
   kvproof campaign --python ~/envs/vllm --target vllm-manager      another environment's vLLM
 
+"""
+
+FAULTS_EXAMPLES = """\
+examples:
+  kvproof faults --list
+  kvproof faults double-free-in-one-batch           one of them, a second
+  kvproof faults --seeds 10 --workers 2 --json > faults.json
+  kvproof faults --compare --seeds 10               against plain uniform choice
+
+exit codes:
+  0    each was caught by the rule that it breaks; with --compare: in half the actions at most
+  2    wrong usage: no such fault
+  3    one was not
+  130  interrupted; what was measured is printed
 """
 
 BENCH_MANAGER_EXAMPLES = """\
@@ -97,6 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_replay(commands)
     add_show(commands)
     add_scenarios(commands)
+    add_faults(commands)
     add_targets(commands)
     add_bench(commands)
     return parser
@@ -221,6 +237,35 @@ def add_scenarios(commands: Commands) -> None:
     command.add_argument("--json", action="store_true", help="the outcomes as JSON on stdout")
 
 
+def add_faults(commands: Commands) -> None:
+    command = commands.add_parser(
+        "faults",
+        help="search for the seeded faults of the plain implementation: is each found?",
+        description="Search for each seeded fault by campaigns over everything its target offers,\n"
+        "and shrink the shortest run that broke its rule.  A fault is caught if most searches\n"
+        "see the rule that it breaks broken first.",
+        epilog=FAULTS_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(command=run_faults)
+    command.add_argument("names", nargs="*", metavar="FAULT", help="only these (default: all)")
+    command.add_argument("--list", action="store_true", help="name them, and search for none")
+    command.add_argument(
+        "--compare", action="store_true", help="with searches by plain uniform choice"
+    )
+    command.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="searches a fault (default: 3)"
+    )
+    command.add_argument(
+        "--time", type=float, default=60, metavar="S", help="seconds a search (default: 60)"
+    )
+    command.add_argument("--workers", type=int, default=1, metavar="K", help="processes")
+    command.add_argument(
+        "--write", type=Path, metavar="DIR", help="keep the shorter of each trace and the one there"
+    )
+    command.add_argument("--json", action="store_true", help="the figures as JSON on stdout")
+
+
 def add_targets(commands: Commands) -> None:
     command = commands.add_parser(
         "targets",
@@ -294,6 +339,12 @@ def run_scenarios(options: argparse.Namespace) -> int:
     from kvproof_stateful.commands import scenarios
 
     return scenarios(options)
+
+
+def run_faults(options: argparse.Namespace) -> int:
+    from kvproof_stateful.faults.command import faults
+
+    return faults(options)
 
 
 def run_targets(options: argparse.Namespace) -> int:

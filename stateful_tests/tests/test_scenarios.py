@@ -117,7 +117,9 @@ def test_a_faulty_pool_is_violated_by_name(
 
 
 def test_a_seeded_fault_of_the_pool_is_found() -> None:
-    outcome = played("a-key-goes-with-its-content", FAULTS["key-kept-on-reuse"].target())
+    target = FAULTS["key-kept-on-reuse"].target()
+    assert isinstance(target, PlainTarget)
+    outcome = played("a-key-goes-with-its-content", target)
     assert (outcome.verdict, outcome.rule) == ("violated", "I2")
 
 

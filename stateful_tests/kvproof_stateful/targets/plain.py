@@ -37,6 +37,7 @@ class PlainTarget(DrivenTarget):
 
     name: ClassVar[str] = "plain"
     manager_class: ClassVar[type[KVCacheManager]] = KVCacheManager
+    worker_class: ClassVar[type[Worker]] = Worker
 
     def hello(self) -> Hello:
         return Hello(
@@ -64,7 +65,7 @@ class PlainTarget(DrivenTarget):
             enable_kv_cache_events=config.events,
             clears=config.clears,
         )
-        self.worker = Worker()
+        self.worker = self.worker_class()
         self.known: dict[int, Request] = {}
         self.unsent: dict[int, list[Tables]] = {}  # ids granted since a row was sent, by request
 

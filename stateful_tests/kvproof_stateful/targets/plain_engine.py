@@ -82,6 +82,7 @@ class PlainEngineTarget:
 
     name: ClassVar[str] = "plain-engine"
     manager_class: ClassVar[type[KVCacheManager]] = KVCacheManager
+    worker_class: ClassVar[type[Worker]] = Worker
     scheduler_class: ClassVar[type[Scheduler]] = Scheduler
 
     def hello(self) -> Hello:
@@ -115,7 +116,7 @@ class PlainEngineTarget:
             self.scheduler = self.scheduler_class(self.manager, config, self.connector)
         except ValueError as error:
             raise UnsupportedConfig(str(error)) from None
-        self.worker = Worker()
+        self.worker = self.worker_class()
         self.in_flight: deque[SchedulerOutput] = deque()
         self.loaded: list[int] = []  # requests whose loads have ended since a step returned
         self.stored: list[int] = []  # likewise
