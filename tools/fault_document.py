@@ -37,8 +37,8 @@ $ kvproof replay counterexamples/fault-double-free-in-one-batch.ndjson  # exit 1
 A fault is *caught* if most searches see the rule that it breaks broken before any other.
 `actions` and `seconds` are medians over the searches, from the start of a campaign; `trace` is the
 length of the shrunk trace in actions, which is kept under [counterexamples](../counterexamples).
-A rule `exact` is that of the policy `exact:vllm-0.32`: the order in which blocks are forgotten is no
-matter of the contract.
+A rule `exact` is that of the policy `exact:vllm-0.32`: the order in which blocks are forgotten is
+no matter of the contract.
 """
 
 

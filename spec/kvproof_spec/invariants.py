@@ -354,7 +354,7 @@ def _wrong_lengths(
         spanned = tokens if group.reused else encoder
         entries = max(group.blocks_for(spanned), len(expected.tables_before[group_id]))
         most = entries
-        if group.kind == "state" and encoder == 0 and isinstance(expected.action, Allocate):
+        if group.kind == "state" and isinstance(expected.action, Allocate):
             entries = group.blocks_for(expected.segments.target)  # lookahead is the policy's
         if not entries <= len(table) <= most:
             yield f"group {group_id} has {len(table)} entries for {spanned} tokens: {table}"

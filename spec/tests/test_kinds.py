@@ -559,6 +559,15 @@ def test_the_encoders_blocks_are_all_given_at_the_admission_and_never_again() ->
         passes(ENCODED, *DECODING, trim(0, (1, 2), (0, 6)))
 
 
+def test_a_state_beside_an_encoder_has_no_entries_for_lookahead() -> None:
+    given = config(FULL, STATE, CROSS, caching=False)
+    asked: Run = (submit(0, 1, 2, 3, encoder=3), lookup(0, 0, (), (), ()))
+    lookahead = Allocate(0, new=3, lookahead=2)
+    passes(given, *asked, grant(lookahead, (1, 2, 3), (4, 5), (6, 7)))
+    with pytest.raises(Violation, match="R4: group 1 has 3 entries for 3 tokens|R2: group 1"):
+        passes(given, *asked, grant(Allocate(0, new=3), (1, 2), (4, 5, 8), (6, 7)))
+
+
 def test_the_workers_row_names_the_encoders_blocks() -> None:
     wrong = Issue(), Issued((SentRow(0, ((1,), (5, 7))),))
     with pytest.raises(Violation, match="I5: request 0, group 1"):

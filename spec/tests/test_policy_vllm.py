@@ -335,6 +335,7 @@ def test_a_policy_declines_what_it_cannot_predict(limit: Limit) -> None:
         Config((Group("full", 8), Group("chunked", 4, 8)), num_blocks=9),
         Config((FULL, Group("chunked", 4, 8, drafter=True)), num_blocks=9),
         Config((FULL, STATE), num_blocks=9, partial_boundary=2),
+        Config((FULL, Group("state", 8)), num_blocks=9),
         Config((FULL, FULL), num_blocks=9),
     ]
     declined = [config for config in configs if limit.applies(config)]

@@ -14,20 +14,33 @@ from kvproof_stateful.target import Hello
 
 GROUPS: tuple[tuple[Group, ...], ...] = (
     (Group("full", 4),),
+    (Group("full", 4, drafter=True),),
     (Group("sliding", 4, 8),),
     (Group("full", 4), Group("sliding", 4, 8)),
     (Group("full", 2), Group("sliding", 2, 3)),
     (Group("full", 4), Group("sliding", 4, 32)),
     (Group("full", 4), Group("sliding", 4, 8), Group("sliding", 4, 12)),
-    (Group("full", 4), Group("chunked", 4, 8)),
-    (Group("full", 4), Group("state", 4)),
-    (Group("full", 4), Group("state", 4), Group("state", 4)),
-    (Group("full", 4), Group("cross", 4)),
     (Group("full", 8), Group("sliding", 4, 6)),
     (Group("full", 4), Group("sliding", 8, 12)),
-    (Group("full", 4, drafter=True),),
     (Group("full", 4, drafter=True), Group("sliding", 4, 8, drafter=True)),
     (Group("full", 8), Group("sliding", 4, 8, drafter=True)),
+    (Group("full", 4), Group("chunked", 4, 8)),
+    (Group("full", 4), Group("chunked", 4, 8), Group("sliding", 4, 8)),
+    (Group("full", 4, drafter=True), Group("chunked", 4, 8)),
+    (Group("state", 4),),
+    (Group("full", 4), Group("state", 4)),
+    (Group("full", 4), Group("state", 4), Group("state", 4)),
+    (Group("full", 8), Group("state", 4)),
+    (Group("full", 4, drafter=True), Group("state", 4)),
+    (Group("full", 8, drafter=True), Group("state", 4)),
+    (Group("full", 4), Group("sliding", 4, 8), Group("state", 4)),
+    (Group("full", 4), Group("chunked", 4, 8), Group("state", 4)),
+    (Group("full", 4), Group("cross", 4)),
+    (Group("full", 8), Group("cross", 4)),
+    (Group("full", 4, drafter=True), Group("cross", 4)),
+    (Group("full", 4), Group("sliding", 4, 8), Group("cross", 4)),
+    (Group("full", 4), Group("chunked", 4, 8), Group("cross", 4)),
+    (Group("full", 4), Group("state", 4), Group("cross", 4)),
 )
 """The groups of a campaign that is given none, one of them a run."""
 
@@ -263,7 +276,8 @@ def draw_features(
 def impossible_with(groups: tuple[Group, ...]) -> frozenset[str]:
     """The features that make no sense with these groups."""
     kinds = layout_of(groups)
-    impossible = set() if kinds == frozenset(("full", "state")) else {"partial"}
+    divides = kinds >= {"full", "state"} and not kinds & {"sliding", "chunked"}
+    impossible = set() if divides else {"partial"}
     if "cross" in kinds:  # which is without prefix caching
         impossible |= {"external", "abort-loading", "forget", "publish", "events", *INPUTS}
     return frozenset(impossible)

@@ -84,6 +84,12 @@ def _chunks_of_other_blocks(config: Config) -> bool:
     return config.caching and any(group.block_size != config.boundary for group in chunked)
 
 
+def _states_without_partial_hits(config: Config) -> bool:
+    states = [group for group in config.groups if group.kind == "state"]
+    several_hashes = any(group.block_size > config.hash_block for group in states)
+    return config.caching and config.partial_boundary is None and several_hashes
+
+
 def _drafts_by_chunks(config: Config) -> bool:
     drafting = any(group.kind == "chunked" and group.drafter for group in config.groups)
     return config.caching and drafting
@@ -117,6 +123,12 @@ NOT_EXACT: tuple[Limit, ...] = (
         "drafter",
         "a drafter with chunked local attention: every lookup fails an assertion",
         _drafts_by_chunks,
+    ),
+    Limit(
+        (VLLM_0_32.name,),
+        "state",
+        "states beside smaller blocks: then vLLM 0.32 ends hits inside their blocks",
+        _states_without_partial_hits,
     ),
     Limit(
         (VLLM_0_20.name,),
