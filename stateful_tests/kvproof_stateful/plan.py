@@ -14,6 +14,7 @@ from kvproof_stateful.target import Hello
 
 GROUPS: tuple[tuple[Group, ...], ...] = (
     (Group("full", 4),),
+    (Group("full", 2),),
     (Group("full", 4, drafter=True),),
     (Group("sliding", 4, 8),),
     (Group("full", 4), Group("sliding", 4, 8)),
