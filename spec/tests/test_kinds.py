@@ -564,7 +564,7 @@ def test_a_state_beside_an_encoder_has_no_entries_for_lookahead() -> None:
     asked: Run = (submit(0, 1, 2, 3, encoder=3), lookup(0, 0, (), (), ()))
     lookahead = Allocate(0, new=3, lookahead=2)
     passes(given, *asked, grant(lookahead, (1, 2, 3), (4, 5), (6, 7)))
-    with pytest.raises(Violation, match="R2: group 1 needs 2 new blocks and took 3"):
+    with pytest.raises(Violation, match="R4: group 1 has 3 entries for 3 tokens"):
         passes(given, *asked, grant(Allocate(0, new=3), (1, 2), (4, 5, 8), (6, 7)))
 
 
