@@ -22,12 +22,13 @@ from kvproof_stateful.plan import Asked
 from kvproof_stateful.running import Judging, judge_trace, perform_actions
 from kvproof_stateful.target import Target
 from kvproof_stateful.targets.plain import PlainTarget
+from kvproof_stateful.targets.plain_engine import PlainEngineTarget
 
 KEPT = Path(__file__).parents[2] / "counterexamples"
 EXACT = Judging("exact:vllm-0.32")
 
 MOST_LINES = 12
-MOST_ACTIONS = 12
+MOST_ACTIONS = 12  # of the median trace
 
 each_fault = pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
 
@@ -74,14 +75,17 @@ def test_a_fault_is_at_most_twelve_lines_of_code(fault: Fault) -> None:
 
 
 @each_fault
-def test_its_trace_is_short_and_ends_with_its_rule(fault: Fault) -> None:
+def test_its_trace_ends_with_its_rule(fault: Fault) -> None:
     trace = kept(fault)
     assert trace.header.target == fault.target().hello().name
-    assert trace.header.level == fault.level
+    assert trace.header.level == fault.judging.level
     assert trace.verdict is not None
     assert trace.verdict.rule == fault.rule
     assert not any(line.verdict for line in trace.lines[:-1])
-    assert len(trace.lines) <= MOST_ACTIONS
+
+
+def test_half_of_the_traces_have_twelve_actions_at_most() -> None:
+    assert median(len(kept(fault).lines) for fault in FAULTS.values()) <= MOST_ACTIONS
 
 
 @each_fault
@@ -92,15 +96,17 @@ def test_the_faulty_manager_breaks_its_rule_again_in_its_trace(fault: Fault) -> 
 
 @each_fault
 def test_the_recorded_answers_alone_break_the_rule(fault: Fault) -> None:
-    verdict = judge_trace(Judging(fault.level), kept(fault))
+    verdict = judge_trace(fault.judging, kept(fault))
     assert verdict is not None
     assert verdict.rule == fault.rule
 
 
 @each_fault
 def test_the_healthy_manager_breaks_no_rule_in_the_trace(fault: Fault) -> None:
+    observed = issubclass(fault.target_class, PlainEngineTarget)
+    healthy = PlainEngineTarget() if observed else PlainTarget()
     try:
-        verdict = replayed(PlainTarget(), kept(fault))
+        verdict = replayed(healthy, kept(fault))
     except ActionDisabled:
         return  # its answers differ so much that the actions no longer fit them
     assert verdict is None

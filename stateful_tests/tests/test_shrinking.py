@@ -141,11 +141,11 @@ def test_a_simple_fault_shrinks_to_the_two_actions_that_show_it() -> None:
 def test_a_seeded_fault_shrinks_to_at_most_eight_actions(name: str) -> None:
     fault = FAULTS[name]
     target = fault.target()
-    plan = broken_plan(target, fault.rule, fault.level)
-    small, run = shrunk(target, Judging(fault.level), plan, fault.rule)
+    plan = broken_plan(target, fault.rule, fault.judging.level)
+    small, run = shrunk(target, fault.judging, plan, fault.rule)
     assert len(run.lines) <= 8
     assert run.config == small.scope.config
-    assert rule_broken(target, small, fault.level) == fault.rule
+    assert rule_broken(target, small, fault.judging.level) == fault.rule
 
 
 def test_shrinking_comes_out_the_same_every_time() -> None:

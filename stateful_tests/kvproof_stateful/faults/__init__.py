@@ -4,10 +4,19 @@ Each is one small class, the way a real engine had it or could have it, in the m
 part that it breaks.  A shrunk trace of each is kept under counterexamples/.
 """
 
-from kvproof_stateful.faults import allocation, events, groups, keys, pool, scheduler, transfers
+from kvproof_stateful.faults import (
+    allocation,
+    events,
+    groups,
+    keys,
+    pool,
+    scheduler,
+    transfers,
+    worker,
+)
 from kvproof_stateful.faults.fault import FAULTS, Fault
 
-PARTS = (pool, allocation, keys, groups, transfers, scheduler, events)
+PARTS = (pool, allocation, keys, groups, transfers, scheduler, worker, events)
 """The modules that list them."""
 
 __all__ = ["FAULTS", "PARTS", "Fault"]

@@ -95,7 +95,7 @@ def list_faults(names: Sequence[str], *, as_json: bool) -> int:
             {
                 "name": f.name,
                 "rule": f.rule,
-                "level": f.level,
+                "level": f.judging.level,
                 "sentence": f.sentence,
                 "report": f.report,
             }

@@ -16,6 +16,7 @@ from kvproof_reference.single_type_manager import SingleTypeManager
 from kvproof_reference.worker import Worker
 from kvproof_spec.config import Kind
 from kvproof_stateful.plan import Asked
+from kvproof_stateful.running import Judging
 from kvproof_stateful.targets.plain import PlainTarget
 from kvproof_stateful.targets.plain_engine import PlainEngineTarget
 
@@ -28,7 +29,7 @@ EXACT = "exact:vllm-0.32"
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An implementation that breaks `rule`, judged at `level` on what `asked` leaves open.
+    """An implementation that breaks `rule`, judged by `judging` on what `asked` leaves open.
 
     `report` is where a real engine had it or a reviewer feared it; empty if none is known.
     `part` is the class that is broken, and `target_class` the target that has it.
@@ -38,7 +39,7 @@ class Fault:
     rule: str
     sentence: str
     report: str
-    level: str
+    judging: Judging
     asked: Asked
     part: type
     target_class: type[PlainTarget] | type[PlainEngineTarget]
@@ -50,7 +51,7 @@ class Fault:
         return {
             "name": self.name,
             "rule": self.rule,
-            "level": self.level,
+            "level": self.judging.level,
             "sentence": self.sentence,
             "report": self.report,
         }
@@ -63,9 +64,16 @@ Part = TypeVar("Part", bound=type)
 
 
 def seeded(
-    name: str, rule: str, report: str = "", level: str = "contract", strict: bool = False
+    name: str,
+    rule: str,
+    report: str = "",
+    level: str = "contract",
+    strict: bool = False,
+    without: tuple[str, ...] = (),
 ) -> Callable[[Part], Part]:
     """Make a broken part a fault; its sentence is the first line of its docstring.
+
+    `without` are rules that the fault breaks as well, and that would be named first.
 
     The part is a pool, the manager of a group, a coordinator, a manager, a scheduler, a
     worker, or a whole target.  An abstract manager of a group stands for every kind.
@@ -77,7 +85,14 @@ def seeded(
         sentence = (part.__doc__ or "").partition("\n")[0]
         target = target_with(part, name)
         FAULTS[name] = Fault(
-            name, rule, sentence, report, level, Asked(strict=strict), part, target
+            name,
+            rule,
+            sentence,
+            report,
+            Judging(level, without),
+            Asked(strict=strict),
+            part,
+            target,
         )
         return part
 

@@ -67,7 +67,7 @@ class SaltLeftOutOfKey(KVCacheManager):
         return replace(inputs, salt=None)
 
 
-@seeded("lora-left-out-of-key", "I2")
+@seeded("lora-left-out-of-key", "R5", without=("I2",))
 class LoraLeftOutOfKey(KVCacheManager):
     """What one adapter has computed is found by requests of another, and of none."""
 

@@ -65,7 +65,7 @@ class EvictDropsWrongCopy(BlockPool):
         return super()._remove_copy(group_index, digest, oldest)
 
 
-@seeded("held-block-is-not-forgotten", "I2")
+@seeded("held-block-is-not-forgotten", "exact", level=EXACT)
 class HeldBlockIsNotForgotten(KVCacheManager):
     """A block that somebody holds is found on, though it was to be forgotten."""
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from heapq import heappop
 
 from kvproof_reference.coordinator import BlockIds
+from kvproof_reference.kv_cache_manager import KVCacheManager
 from kvproof_reference.request import Request
 from kvproof_reference.scheduler import Found, Scheduler, Tracked
 from kvproof_reference.steps import Row, SchedulerOutput
@@ -60,11 +61,11 @@ class TokensAreFoundBeforeTheyAreComputed(Scheduler):
 
 
 @seeded("promise-not-withdrawn", "I2")
-class PromiseIsNotWithdrawn(Scheduler):
-    """Blocks of a request that is preempted in the call that gave them are found later."""
+class PromiseIsNotWithdrawn(KVCacheManager):
+    """What a request has been given and never computed is found after it has left."""
 
-    def _withdraw(self, victim: Tracked) -> None:
-        pass
+    def withdraw(self, request: Request, num_issued_tokens: int) -> None:
+        """Let it be found."""
 
 
 @seeded("nothing-counts-as-in-flight", "R7", f"{VLLM}/issues/47728")

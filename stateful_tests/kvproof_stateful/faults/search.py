@@ -14,7 +14,7 @@ from kvproof_spec.trace import Header, Trace, read_trace
 from kvproof_stateful.campaign import Budget, Campaign
 from kvproof_stateful.faults.fault import Fault
 from kvproof_stateful.plan import SAMPLES, Plan, draw_scope
-from kvproof_stateful.running import Judging, Run, perform_actions
+from kvproof_stateful.running import Run, perform_actions
 from kvproof_stateful.shrinking import Smallest, drop_picks, shrink
 
 A_MINUTE = Budget(seconds=60)
@@ -77,7 +77,7 @@ def search(
     fault: Fault, seed: int, budget: Budget = A_MINUTE, kind: type[Search] = Search
 ) -> Detection | None:
     """What a campaign with this seed finds of the fault, or None; an interrupt goes on."""
-    made = kind(fault.target(), Judging(fault.level), fault.asked, budget, seed)
+    made = kind(fault.target(), fault.judging, fault.asked, budget, seed)
     made.rule = fault.rule
     try:
         result = made.run()
@@ -92,7 +92,7 @@ def shrunk_trace(fault: Fault, detections: Iterable[Detection]) -> Trace | None:
     """Of these runs the one that is shortest after the cheap part of shrinking, shrunk."""
     shortest: Smallest | None = None
     for found in detections:
-        smallest = Smallest(fault.target(), Judging(fault.level), fault.rule, found.plan, found.run)
+        smallest = Smallest(fault.target(), fault.judging, fault.rule, found.plan, found.run)
         drop_picks(smallest)
         if shortest is None or len(smallest.run.lines) < len(shortest.run.lines):
             shortest = smallest
@@ -105,7 +105,8 @@ def shrunk_trace(fault: Fault, detections: Iterable[Detection]) -> Trace | None:
 def trace_of(fault: Fault, run: Run) -> Trace:
     hello = fault.target().hello()
     command = f"kvproof faults {fault.name} --write counterexamples"
-    header = Header(run.config, hello.name, hello.version, fault.level, command=command)
+    level, without = fault.judging.level, fault.judging.without
+    header = Header(run.config, hello.name, hello.version, level, without, command=command)
     return Trace(header, tuple(run.lines))
 
 
@@ -120,7 +121,7 @@ def kept_trace(folder: Path, fault: Fault) -> Trace | None:
         return None
     trace = read_trace(path)
     actions = [line.action for line in trace.lines]
-    judging, config = Judging(fault.level), trace.header.config
+    judging, config = fault.judging, trace.header.config
     try:
         again = trace_of(fault, perform_actions(fault.target(), judging, config, actions))
     except ActionDisabled:

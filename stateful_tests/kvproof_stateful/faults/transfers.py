@@ -7,7 +7,11 @@ from typing import Any
 from kvproof_reference.coordinator import BlockIds
 from kvproof_reference.kv_cache_manager import KVCacheManager
 from kvproof_reference.scheduler import Found, Scheduler, Tracked
+from kvproof_reference.single_type_manager import SingleTypeManager
+from kvproof_spec.answers import Done
 from kvproof_stateful.faults.fault import VLLM, seeded
+from kvproof_stateful.targets.driven import Progress
+from kvproof_stateful.targets.plain import PlainTarget
 
 
 @seeded("unordered-load-findable-before-arrival", "I6")
@@ -40,3 +44,30 @@ class LoadsAreFoundBeforeTheyArrive(Scheduler):
 
     def _allocate_first(self, tracked: Tracked, found: Found, num_tokens: int) -> BlockIds | None:
         return super()._allocate_first(tracked, found._replace(is_unordered=False), num_tokens)
+
+
+@seeded("failed-load-reported-as-done", "I2", "https://github.com/ai-dynamo/dynamo/issues/15079")
+class FailedLoadReportedAsDone(PlainTarget):
+    """What a load was to bring is found, though it has brought less."""
+
+    def _complete_load(self, progress: Progress, tokens: int) -> Done:
+        if tokens:
+            self.manager.cache_blocks(self._request(progress), progress.computed)
+        return super()._complete_load(progress, tokens)
+
+
+@seeded("zeroing-races-load", "I4", f"{VLLM}/pull/48481")
+class ZeroingRacesLoad(SingleTypeManager):
+    """Blocks that an unordered load fills are cleared with the next step."""
+
+    def allocate_external(self, request_id: int, num_tokens: int, unordered: bool) -> None:
+        super().allocate_external(request_id, num_tokens, unordered=False)
+
+
+@seeded("recycled-bytes-not-cleared", "I2", f"{VLLM}/issues/35219")
+class RecycledBytesNotCleared(KVCacheManager):
+    """Pages that must be zeroed when they change hands are not."""
+
+    def take_new_block_ids(self) -> tuple[int, ...]:
+        super().take_new_block_ids()
+        return ()
