@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from heapq import heappop
 
 from kvproof_reference.coordinator import BlockIds
 from kvproof_reference.kv_cache_manager import KVCacheManager
@@ -52,14 +51,6 @@ class ResumesBeforeItsStaleOutput(Scheduler):
         return True
 
 
-@seeded("published-when-sampled", "I2")
-class TokensAreFoundBeforeTheyAreComputed(Scheduler):
-    """A sampled token that fills a block makes it findable before a step computes it."""
-
-    def _may_be_found(self, request: Request) -> bool:
-        return True
-
-
 @seeded("promise-not-withdrawn", "I2")
 class PromiseIsNotWithdrawn(KVCacheManager):
     """What a request has been given and never computed is found after it has left."""
@@ -82,14 +73,6 @@ class NothingCountsAsInFlight(Scheduler):
         super()._take(tracked, row, token)
 
 
-@seeded("freed-while-in-flight", "I4", f"{VLLM}/issues/45357", strict=True)
-class ReturnsAreNotDeferred(Scheduler):
-    """Blocks of a request that leaves come back at once, its steps in flight or not."""
-
-    def _free(self, tracked: Tracked, stored: bool = False) -> None:
-        self.manager.free(tracked.request, until_stored=stored)
-
-
 @seeded("findable-counts-as-used", "R12")
 class WhatIsFindableCountsAsUsed(Scheduler):
     """Usage counts free blocks that still answer lookups."""
@@ -109,17 +92,3 @@ class RefusedAdmissionsCountAsHits(Scheduler):
             self.stats.queries += tracked.request.num_tokens
             self.stats.hits += found.num_hit_tokens
         return blocks
-
-
-@seeded("second-request-waits-for-ever", "R11")
-class SecondRequestWaitsForEver(Scheduler):
-    """Whoever comes is served before request 1."""
-
-    def _first_waiting(self) -> Tracked | None:
-        first = super()._first_waiting()
-        if first is not None and first.id == 1:
-            heappop(self._waiting)
-            following = super()._first_waiting()
-            self._enqueue(first)
-            return following if following is not first else None
-        return first
