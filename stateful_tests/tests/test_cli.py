@@ -328,14 +328,14 @@ def test_a_reader_that_goes_away_is_not_taken_for_a_violation() -> None:
 
 
 def test_the_ladder_adds_one_feature_a_rung(kvproof: Kvproof) -> None:
-    outcome = kvproof("campaign", "--ladder", "--actions", "2400", "--json")
+    outcome = kvproof("campaign", "--ladder", "--actions", "24000", "--json")
     assert outcome.code == EXIT_CLEAN, outcome
     rungs = outcome.report["ladder"]
     assert [rung["added"] for rung in rungs] == [[f] for f in FEATURES if f != "uncached"]
     for rung in rungs:
         performed = set(rung["coverage"]["by_feature"])
         assert set(rung["added"]) <= performed <= {*rung["features"], "uncached"}
-        assert 0 < rung["judged_actions"] <= 2400 // len(rungs)
+        assert 0 < rung["judged_actions"] <= 24000 // len(rungs)
 
 
 def test_the_ladder_prints_a_line_a_rung(kvproof: Kvproof) -> None:

@@ -88,7 +88,7 @@ class HeadroomNotKept(KVCacheManager):
 class NullBlockCountedAsRoom(KVCacheManager):
     """A sequence is admitted as one that fits as a whole when it is one block too long."""
 
-    def whole_sequence_fits(self, *arguments: Any) -> bool:
+    def whole_sequence_fits(self, *arguments: Any, **options: Any) -> bool:
         room = self.block_pool.get_num_free_blocks() + 1
         request, hits, restart, local, encoder = arguments
         tokens = min(request.num_tokens, self.max_model_len)
@@ -101,7 +101,7 @@ class NullBlockCountedAsRoom(KVCacheManager):
 class RunningRequestIsNotChecked(SingleTypeManager):
     """A running request's next blocks are taken without a look at what is free."""
 
-    def blocks_needed(self, request_id: int, *arguments: Any) -> int:
+    def blocks_needed(self, request_id: int, *arguments: Any, **options: Any) -> int:
         running = request_id in self.num_published
         return 0 if running else super().blocks_needed(request_id, *arguments)
 
@@ -118,7 +118,7 @@ class LookaheadGetsNoBlocks(KVCacheManager):
 class StateTakesOneMore(StateManager):
     """After a load a state takes a block for the step as well, which it did not announce."""
 
-    def blocks_taken_after_load(self, *arguments: Any) -> int:
+    def blocks_taken_after_load(self, *arguments: Any, **options: Any) -> int:
         return 0
 
 

@@ -70,6 +70,13 @@ class EndInsideABlockNotAnnounced(SingleTypeManager):
 class UnreportedParent(SingleTypeManager):
     """A block that several digests go into names the last but one of them as its parent."""
 
-    def announce(self, request: Request, hashes: Sequence[bytes], start: int, *rest: Any) -> None:
+    def announce(
+        self,
+        request: Request,
+        block_hashes: Sequence[bytes],
+        start: int,
+        *rest: Any,
+        **options: Any,
+    ) -> None:
         stop, stored = rest
-        super().announce(request, hashes, stop - 1, stop, stored)
+        super().announce(request, block_hashes, stop - 1, stop, stored)

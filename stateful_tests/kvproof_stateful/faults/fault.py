@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import isabstract
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvproof_reference.block_pool import BlockPool
 from kvproof_reference.coordinator import Coordinator, HybridCoordinator
@@ -109,7 +109,8 @@ def target_with(part: type, fault: str) -> type[PlainTarget] | type[PlainEngineT
         usual = type(part.__name__, (PlainTarget,), {"worker_class": part})
     else:
         usual = type(part.__name__, (PlainTarget,), {"manager_class": manager_with(part)})
-    return type(usual.__name__, (usual,), {"name": f"{usual.name}+{fault}"})
+    named: type[Any] = type(usual.__name__, (usual,), {"name": f"{usual.name}+{fault}"})
+    return named
 
 
 def manager_with(part: type) -> type[KVCacheManager]:

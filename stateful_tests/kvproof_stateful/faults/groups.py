@@ -94,8 +94,8 @@ class WindowHitTooShort(SlidingWindowManager):
 class ChunkHitWithoutItsBlocks(ChunkedLocalAttentionManager):
     """A hit that ends inside a chunk has none of the blocks that the chunk begins with."""
 
-    def find_longest_hit(self, *arguments: Any) -> tuple[list[int], int]:
-        hits, tokens = super().find_longest_hit(*arguments)
+    def find_longest_hit(self, *arguments: Any, **options: Any) -> tuple[list[int], int]:
+        hits, tokens = super().find_longest_hit(*arguments, **options)
         return [NULL_BLOCK] * len(hits), tokens
 
 
@@ -112,7 +112,7 @@ class StateUnderEarlierKey(StateManager):
 class EncoderBlocksNotCounted(CrossAttentionManager):
     """What an encoder's tokens need is taken without a look at what is free."""
 
-    def blocks_needed(self, *arguments: Any) -> int:
+    def blocks_needed(self, *arguments: Any, **options: Any) -> int:
         return 0
 
 
@@ -120,7 +120,7 @@ class EncoderBlocksNotCounted(CrossAttentionManager):
 class HitTailNotCopied(SingleTypeManager):
     """A request that resumes inside a block writes on in the block that others hold."""
 
-    def note_hit_tail(self, *arguments: Any) -> None:
+    def note_hit_tail(self, *arguments: Any, **options: Any) -> None:
         """Have nothing copied."""
 
 

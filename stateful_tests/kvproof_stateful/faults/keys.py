@@ -36,10 +36,10 @@ class DigestOfTheLastBlockOnly(PlainTarget):
 
     class Unchained(Request):
         def block_hashes(
-            self, size: int, key_of: KeyOf = whole_digest, key_inputs: KeyInputs = all_inputs
+            self, block_size: int, key_of: KeyOf = whole_digest, key_inputs: KeyInputs = all_inputs
         ) -> list[bytes]:
-            ends = range(size, len(self.tokens) + 1, size)
-            blocks = [token_bytes(self.tokens[end - size : end]) for end in ends]
+            ends = range(block_size, len(self.tokens) + 1, block_size)
+            blocks = [token_bytes(self.tokens[end - block_size : end]) for end in ends]
             return [key_of(sha256(block).digest()) for block in blocks]
 
     def submit(self, progress: Progress) -> None:
