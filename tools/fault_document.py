@@ -37,6 +37,7 @@ $ kvproof replay counterexamples/fault-double-free-in-one-batch.ndjson  # exit 1
 A fault is *caught* if most searches see the rule that it breaks broken before any other.
 `actions` and `seconds` are medians over the searches, from the start of a campaign; `trace` is the
 length of the shrunk trace in actions, which is kept under [counterexamples](../counterexamples).
+*Without* are rules that the fault breaks as well and that come first: they are left out.
 A rule `exact` is that of the policy `exact:vllm-0.32`: the order in which blocks are forgotten is
 no matter of the contract.
 """
@@ -108,7 +109,9 @@ def table_row(fault: Fault, row: dict[str, Any]) -> str:
         for rule, times in sorted(row["first_rules"].items(), key=lambda item: -item[1])
     )
     trace = f"[{row['trace_actions']}](../counterexamples/fault-{fault.name}.ndjson)"
-    cells = (fault.name, told, fault.rule, first, f"{row['actions']:,.0f}", f"{row['seconds']:g}")
+    left_out = ", ".join(fault.judging.without)
+    rule = fault.rule + (f" (without {left_out})" if left_out else "")
+    cells = (fault.name, told, rule, first, f"{row['actions']:,.0f}", f"{row['seconds']:g}")
     return "| " + " | ".join((*cells, trace)) + " |"
 
 

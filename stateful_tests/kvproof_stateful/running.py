@@ -120,7 +120,8 @@ class Run:
             verdict = Verdict(TARGET_FAILED, str(failure))
             raise
         finally:
-            kept = snapshot if verdict is not None else None
+            announces = snapshot is not None and snapshot.events
+            kept = snapshot if announces or verdict is not None else None
             self.lines.append(Line(action, answer, kept, verdict))
 
 

@@ -37,11 +37,11 @@ MOST_PARAMETERS = 12
 LARGEST_PARAMETER = 120
 KEY = b"kvproof"
 PLAIN_INPUTS = (TOKENS_ONLY,)
+# Returns stay deferred: where steps are not ordered a healthy engine needs it.
 USUAL: Mapping[str, object] = {
     "events": False,
     "clears": False,
     "partial_boundary": None,
-    "defers_returns": False,
     "ordering": "stream",
     "worker": True,
 }

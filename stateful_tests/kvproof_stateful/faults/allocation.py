@@ -103,7 +103,7 @@ class RunningRequestIsNotChecked(SingleTypeManager):
 
     def blocks_needed(self, request_id: int, *arguments: Any, **options: Any) -> int:
         running = request_id in self.num_published
-        return 0 if running else super().blocks_needed(request_id, *arguments)
+        return 0 if running else super().blocks_needed(request_id, *arguments, **options)
 
 
 @seeded("lookahead-gets-no-blocks", "R2")

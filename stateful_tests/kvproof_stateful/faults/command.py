@@ -91,16 +91,7 @@ def names_of(options: argparse.Namespace) -> list[str]:
 def list_faults(names: Sequence[str], *, as_json: bool) -> int:
     chosen = [FAULTS[name] for name in names]
     if as_json:
-        listed = [
-            {
-                "name": f.name,
-                "rule": f.rule,
-                "level": f.judging.level,
-                "sentence": f.sentence,
-                "report": f.report,
-            }
-            for f in chosen
-        ]
+        listed = [fault.to_json() for fault in chosen]
         print(json.dumps({"faults": listed}, indent=2))
         return EXIT_CLEAN
     table = Table(box=SIMPLE)

@@ -47,11 +47,12 @@ class Fault:
     def target(self) -> PlainTarget | PlainEngineTarget:
         return self.target_class()
 
-    def to_json(self) -> dict[str, str]:
+    def to_json(self) -> dict[str, Any]:
         return {
             "name": self.name,
             "rule": self.rule,
             "level": self.judging.level,
+            "without": list(self.judging.without),
             "sentence": self.sentence,
             "report": self.report,
         }

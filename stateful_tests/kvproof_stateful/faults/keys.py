@@ -32,7 +32,7 @@ class OneBitHash(KVCacheManager):
 
 @seeded("digest-of-the-last-block-only", "I2")
 class DigestOfTheLastBlockOnly(PlainTarget):
-    """A block is named by its own tokens, whatever stands before them."""
+    """A block is named by its own tokens, whatever stands before or beside them."""
 
     class Unchained(Request):
         def block_hashes(

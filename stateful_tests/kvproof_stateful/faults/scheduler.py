@@ -73,6 +73,14 @@ class NothingCountsAsInFlight(Scheduler):
         super()._take(tracked, row, token)
 
 
+@seeded("freed-while-in-flight", "I4", f"{VLLM}/issues/45357", strict=True)
+class ReturnsAreNotDeferred(Scheduler):
+    """Blocks of a request that leaves come back at once, its steps in flight or not."""
+
+    def _free(self, tracked: Tracked, stored: bool = False) -> None:
+        self.manager.free(tracked.request, until_stored=stored)
+
+
 @seeded("findable-counts-as-used", "R12")
 class WhatIsFindableCountsAsUsed(Scheduler):
     """Usage counts free blocks that still answer lookups."""

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from kvproof_reference.coordinator import BlockIds
 from kvproof_reference.kv_cache_manager import KVCacheManager
 from kvproof_reference.scheduler import Found, Scheduler, Tracked
 from kvproof_reference.single_type_manager import SingleTypeManager
-from kvproof_spec.answers import Done
+from kvproof_spec.actions import Allocate
+from kvproof_spec.answers import Answer, Done, Granted
 from kvproof_stateful.faults.fault import VLLM, seeded
 from kvproof_stateful.targets.driven import Progress
 from kvproof_stateful.targets.plain import PlainTarget
 
 
-@seeded("unordered-load-findable-before-arrival", "I6")
-class UnorderedLoadFindableBeforeArrival(KVCacheManager):
+@seeded("unordered-load-findable-before-arrival", "I6", without=("I2",))
+class UnorderedLoadFindableBeforeArrival(PlainTarget):
     """What an unordered load will bring is published when the load starts."""
 
-    def allocate_slots(self, *arguments: Any, **options: Any) -> BlockIds | None:
-        return super().allocate_slots(*arguments, **{**options, "delay_cache_blocks": False})
+    def allocate(self, progress: Progress, action: Allocate) -> Answer:
+        answer = super().allocate(progress, action)
+        if isinstance(answer, Granted) and action.unordered:
+            loaded = progress.computed + progress.hit + action.external
+            self.manager.cache_blocks(self.known[progress.id], loaded)
+        return answer
 
 
 @seeded("store-source-reused", "I4", f"{VLLM}/issues/46951")
@@ -38,12 +40,13 @@ class LoadsIntoFreeBlocks(Scheduler):
         self.manager.free(tracked.request)
 
 
-@seeded("load-found-at-admission", "I6")
+@seeded("load-found-at-admission", "I6", without=("I2",))
 class LoadsAreFoundBeforeTheyArrive(Scheduler):
     """What an unordered load is to bring is findable from its beginning."""
 
-    def _allocate_first(self, tracked: Tracked, found: Found, num_tokens: int) -> BlockIds | None:
-        return super()._allocate_first(tracked, found._replace(is_unordered=False), num_tokens)
+    def _admit(self, tracked: Tracked, found: Found) -> None:
+        super()._admit(tracked, found)
+        self.manager.cache_blocks(tracked.request, found.num_tokens)
 
 
 @seeded("failed-load-reported-as-done", "I2", "https://github.com/ai-dynamo/dynamo/issues/15079")
