@@ -297,7 +297,6 @@ class Issue:
             uncleared=(),
             issued=state.issued + 1,
             deferred=_deferred(state, answer),
-            quiet=state.quiet + 1 if state.config.scheduling else 0,
             hit=None,
         )
 
@@ -367,8 +366,14 @@ class CompleteStep:
             continued=_continued(
                 state, [(r, row.start) for row in step.rows for r in requests if row.of(r)]
             ),
+            quiet=0 if self._goes_on(state) else state.quiet + 1,
             hit=None,
         )
+
+    def _goes_on(self, state: State) -> bool:
+        loading = any(request.status == "loading" for request in state.requests)
+        waits = loading or bool(state.transfers) or state.config.scheduling is None
+        return waits or any(state.get(output.request) for output in self.outputs)
 
 
 def before_forward(state: State) -> PageWriter:
@@ -634,7 +639,7 @@ class Release:
             transfers=transfers,
             deferred=_deferred(state, answer),
             hit=None,
-            quiet=0 if self.reason == "abort" else state.quiet,
+            quiet=state.quiet if self.reason == "preempt" else 0,
             tally=tally,
         )
 

@@ -150,9 +150,9 @@ class Scheduling:
     `long_prefill_token_threshold` limits one request's tokens of a step (0: no limit).
     `whole_sequence_check`: a request is admitted only if all its known tokens fit.
     Sampling `stop_token` ends a request, perhaps with its next step in flight.
-    `patience`: steps after which every request must have finished, once no more arrive and
-    none is aborted (0: for ever).  With a `connector` requests may have tokens elsewhere, or be
-    stored.
+    `patience`: steps a token that all requests may take until one of them has another or ends,
+    once no more arrive (0: for ever): each computes its tokens anew once at most.
+    With a `connector` requests may have tokens elsewhere, or be stored.
     """
 
     policy: Literal["fcfs", "priority"] = "fcfs"

@@ -132,7 +132,7 @@ class State(NamedTuple):
     flight after their requests have left.  `copies` go with the next step; `uncleared`
     are blocks handed out since the last one that must be zeroed with it.  `continued` has,
     for the cells of drafters, the prefix one token longer that they have seen.  `quiet`
-    counts the steps issued since a request last came or was aborted.
+    counts the steps that have returned since a request came, left, got a token or was in transfer.
     """
 
     config: Config

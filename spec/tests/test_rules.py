@@ -156,6 +156,12 @@ def update(step: int, *outputs: tuple[int, int], computed: tuple[int, int]) -> M
     return Move(complete(step, *outputs).action, Updated((), (computed,)))
 
 
+def idle(*steps: int) -> Run:
+    """Empty steps, each issued and returned."""
+    end = Updated((), ())
+    return tuple(move for step in steps for move in (schedule(), Move(complete(step).action, end)))
+
+
 LOAD = Allocate(1, new=0, external=2, unordered=True)
 
 # Request 0 has three tokens in blocks 1 and 2 of one full attention group.
@@ -939,15 +945,12 @@ CASES = (
     ),
     Case(
         "R11",
-        "a request that is unfinished when its time is over",
+        "a request that has no token for more steps than it has tokens",
         PATIENT,
-        SCHEDULED,
-        (
-            update(0, (0, 9), computed=(0, 3)),
-            schedule(ScheduledRow(0, 3, 1, False, True, ((1, 2),))),
-        ),
-        (Move(complete(0, (0, 9)).action, Updated((0,), ())), schedule()),
-        "requests [0] are unfinished after 2 steps",
+        (*SCHEDULED, update(0, (0, 9), computed=(0, 3)), *idle(1, 2, 3, 4), schedule()),
+        (Move(complete(5).action, Updated((), ())), schedule()),
+        (Move(complete(5).action, Updated((0,), ())), schedule()),
+        "none of the requests [0] had a token in the last 5 steps",
     ),
     Case(
         "R12",

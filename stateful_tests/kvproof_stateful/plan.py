@@ -55,8 +55,8 @@ SAMPLES = (1, 2, 3)
 """Token ids that a step may sample; prompts are made of them too, so that they meet."""
 
 
-PATIENCE = 400
-"""Steps in which the few requests of a run must finish, each by itself if need be."""
+PATIENCE = 3
+"""Steps a token: one computes it, and two may be in flight when its request is preempted."""
 
 SAMPLED = (2, 6, 12)
 """Tokens after which a request ends, where the target's own scheduler ends it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from heapq import heappop
 
 import pytest
 
@@ -78,19 +77,6 @@ class TokensAreFoundBeforeTheyAreComputed(Scheduler):
         return True
 
 
-class SecondRequestWaitsForEver(Scheduler):
-    """Whoever comes is served before request 1."""
-
-    def _first_waiting(self) -> Tracked | None:
-        first = super()._first_waiting()
-        if first is not None and first.id == 1:
-            heappop(self._waiting)
-            following = super()._first_waiting()
-            self._enqueue(first)
-            return following if following is not first else None
-        return first
-
-
 class AnnouncesTooEarly(KVCacheManager):
     """A manager over such a pool."""
 
@@ -126,7 +112,6 @@ def search(target: Target, wanted: str) -> None:
     ("target", "rule"),
     [
         (target_with(TokensAreFoundBeforeTheyAreComputed), "I2"),
-        (target_with(SecondRequestWaitsForEver), "R11"),
         (target_with(manager=AnnouncesTooEarly), "R10"),
         (target_with(manager=AnnouncesTooLate), "R10"),
     ],

@@ -81,6 +81,23 @@ class ReturnsAreNotDeferred(Scheduler):
         self.manager.free(tracked.request, until_stored=stored)
 
 
+@seeded("second-request-waits-for-ever", "R11")
+class SecondRequestWaitsForEver(Scheduler):
+    """Nothing is wrong with request 1, and its turn never comes."""
+
+    def _first_waiting(self) -> Tracked | None:
+        first = super()._first_waiting()
+        return None if first is not None and first.id == 1 else first
+
+
+@seeded("preempted-request-is-lost", "R11")
+class PreemptedRequestIsLost(Scheduler):
+    """A request that is preempted with a step in flight is not queued when that returns."""
+
+    def _stale_output(self, tracked: Tracked, row: Row) -> None:
+        """Its token is taken, and it is forgotten."""
+
+
 @seeded("findable-counts-as-used", "R12")
 class WhatIsFindableCountsAsUsed(Scheduler):
     """Usage counts free blocks that still answer lookups."""
