@@ -366,14 +366,15 @@ class CompleteStep:
             continued=_continued(
                 state, [(r, row.start) for row in step.rows for r in requests if row.of(r)]
             ),
-            quiet=0 if self._goes_on(state) else state.quiet + 1,
+            quiet=self._quiet(state),
             hit=None,
         )
 
-    def _goes_on(self, state: State) -> bool:
+    def _quiet(self, state: State) -> int:
         loading = any(request.status == "loading" for request in state.requests)
         waits = loading or bool(state.transfers) or state.config.scheduling is None
-        return waits or any(state.get(output.request) for output in self.outputs)
+        got = any(state.get(output.request) for output in self.outputs)
+        return 0 if waits or got else state.quiet + 1
 
 
 def before_forward(state: State) -> PageWriter:
